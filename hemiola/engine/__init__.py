@@ -1,0 +1,1 @@
+"""The engine: schedule a mixed batch, run it, sample, post-process. It knows token ids only, no text."""

@@ -1,0 +1,56 @@
+"""One linear's weight as it is stored: codes, scales, and what they stand for. Immutable; CPU; knows no files."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hemiola.formats.quant import nvfp4
+
+
+class Scheme(enum.Enum):
+    """How a linear's weight is stored."""
+
+    PLAIN = "plain"
+    FP8 = "fp8"
+    NVFP4 = "nvfp4"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Weight:
+    """A linear's weight, (out, in), in its stored form; tensors may be read-only views of a mapped file.
+
+    name: the module, without ".weight". shape: logical (out, in), whatever the packing.
+    data: PLAIN (out, in) bf16, fp16 or fp32; FP8 (out, in) float8_e4m3fn; NVFP4 (out, in / 2) uint8.
+    block_scale: NVFP4 (out, in / 16) float8_e4m3fn, else None.
+    scale: multiplies the weight: FP8 weight_scale, NVFP4 weight_scale_2; None when PLAIN.
+    input_scale: activation scale of W8A8 and W4A4; never part of the weight's value. None when there is none on disk.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    scheme: Scheme
+    data: Tensor
+    block_scale: Tensor | None = None
+    scale: float | None = None
+    input_scale: float | None = None
+
+    def codes(self) -> Tensor:
+        """What is stored, without `scale`: (out, in) float32.
+
+        FP8: the e4m3 values. NVFP4: e2m1 times block scale, exact in bf16. PLAIN: the weight itself.
+        """
+        if self.block_scale is not None:
+            return nvfp4.decode_unscaled(self.data, self.block_scale)
+        return self.data.float()
+
+    def dense(self) -> Tensor:
+        """The weight's values, (out, in) float32, rounded once where a scale is applied."""
+        return self.codes() if self.scale is None else self.codes() * self.scale
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes and block scales; the scalar scales are plain numbers here and count nothing."""
+        return self.data.nbytes + (0 if self.block_scale is None else self.block_scale.nbytes)

@@ -1,0 +1,1 @@
+"""The Nemotron-H model: mixers that project, call ops and project back. It knows no arm, no cache policy, no text."""

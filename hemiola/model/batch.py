@@ -1,0 +1,125 @@
+"""ForwardBatch: the one kind of batch. Decodes first, then everything that is still consuming its prompt.
+
+A row is a decode when it brings exactly one token and has earlier tokens behind it (then the one-token ops apply and
+padding is possible); every other row is a prefill: a first chunk, a later chunk, a first chunk of one token. Which of
+the two a row is follows from those two numbers alone, never from whether some state happens to exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+PAD = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One request's part of a step.
+
+    token_ids: the tokens to consume now. num_computed: tokens consumed by earlier steps. blocks: the request's KV
+    blocks in order, covering num_computed + len(token_ids) tokens. state_slot: its recurrent state slot.
+    """
+
+    token_ids: Sequence[int]
+    num_computed: int
+    blocks: Sequence[int]
+    state_slot: int
+
+    @property
+    def is_decode(self) -> bool:
+        return len(self.token_ids) == 1 and self.num_computed > 0
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """A step's tokens, flat, T in all, of R rows of which the first `num_decodes` are decodes (padded ones included).
+
+    token_ids: (T,) int64. query_start_loc: (R + 1,) int32. seq_lens: (R,) int32, tokens including this step's; 0 in a
+    padded row. num_computed: (R,) int32. slot_mapping: (T,) int64 KV slot, block * block_size + offset, or PAD.
+    block_table: (R, max_blocks) int32. state_indices: (R,) int32 state slot, or PAD.
+    """
+
+    token_ids: torch.Tensor
+    num_decodes: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    num_computed: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    state_indices: torch.Tensor
+
+    @classmethod
+    def build(cls, rows: Sequence[BatchRow], block_size: int, *, pad_decodes_to: int = 0) -> ForwardBatch:
+        """Lay out `rows`, which must have their decodes first, on the CPU.
+
+        pad_decodes_to: at least this many decode rows, the missing ones inert (PAD slots, token 0, length 0).
+        """
+        decodes = [row for row in rows if row.is_decode]
+        assert list(rows[: len(decodes)]) == decodes, "decode rows come first in a batch"
+        padding = max(0, pad_decodes_to - len(decodes))
+        tokens: list[int] = []
+        slots: list[int] = []
+        starts, lengths, computed, states, blocks = [0], [], [], [], []
+        for row in [*decodes, *[None] * padding, *rows[len(decodes) :]]:
+            if row is None:
+                tokens.append(0)
+                slots.append(PAD)
+                lengths.append(0)
+                computed.append(0)
+                states.append(PAD)
+                blocks.append([0])
+            else:
+                end = row.num_computed + len(row.token_ids)
+                tokens.extend(row.token_ids)
+                if row.blocks:
+                    positions = range(row.num_computed, end)
+                    slots.extend(row.blocks[p // block_size] * block_size + p % block_size for p in positions)
+                else:  # a pattern without attention layers has no KV
+                    slots.extend([PAD] * len(row.token_ids))
+                lengths.append(end)
+                computed.append(row.num_computed)
+                states.append(row.state_slot)
+                blocks.append(list(row.blocks) or [0])
+            starts.append(len(tokens))
+        widest = max(map(len, blocks))
+        table = [row_blocks + [0] * (widest - len(row_blocks)) for row_blocks in blocks]
+        return cls(
+            token_ids=torch.tensor(tokens, dtype=torch.int64),
+            num_decodes=len(decodes) + padding,
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            num_computed=torch.tensor(computed, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            block_table=torch.tensor(table, dtype=torch.int32),
+            state_indices=torch.tensor(states, dtype=torch.int32),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_prefills(self) -> int:
+        return self.num_requests - self.num_decodes
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.num_tokens - self.num_decodes
+
+    @cached_property
+    def prefill_start_loc(self) -> torch.Tensor:
+        """query_start_loc of the prefill rows alone, counted from the first prefill token; (num_prefills + 1,)."""
+        return self.query_start_loc[self.num_decodes :] - self.num_decodes
+
+    @cached_property
+    def has_initial_state(self) -> torch.Tensor:
+        """(R,) bool: earlier steps have left a state for this row."""
+        return self.num_computed > 0

@@ -1,0 +1,55 @@
+"""Attention mixer (`*`): grouped-query causal attention over paged KV, without positional encoding, norms or biases.
+
+q, k and v stay three modules with their own scales. Source: vLLM 0.25.0 model_executor/models/nemotron_h.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hemiola.model.batch import ForwardBatch
+from hemiola.model.linear import Linear
+from hemiola.model.specs import KVSpec, KVTensors, LayerCache
+from hemiola.ops import Ops
+from hemiola.tap import Tap
+
+
+class AttentionMixer:
+    """name: the mixer's name on disk, for taps. kv_scales: (k_scale, v_scale) of an fp8 KV cache."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: KVSpec,
+        q_proj: Linear,
+        k_proj: Linear,
+        v_proj: Linear,
+        o_proj: Linear,
+        scale: float,
+        kv_scales: tuple[float, float],
+        ops: Ops,
+    ) -> None:
+        self.name, self.spec = name, spec
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
+        self.scale, self.kv_scales, self.ops = scale, kv_scales, ops
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
+        assert isinstance(cache, KVTensors), f"{self.name} was given no KV cache"
+        head_dim = self.spec.head_dim
+        q, k, v = (proj(x, tap).unflatten(-1, (-1, head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if tap is not None:
+            tap(f"{self.name}.k", k)
+            tap(f"{self.name}.v", v)
+        self.ops.kv_write(k, v, *cache, batch.slot_mapping, *self.kv_scales)
+        parts = []
+        d = batch.num_decodes
+        if d:
+            table, lens = batch.block_table[:d], batch.seq_lens[:d]
+            parts.append(self.ops.paged_attention_decode(q[:d], *cache, table, lens, self.scale, *self.kv_scales))
+        if batch.num_prefills:
+            table, lens, starts = batch.block_table[d:], batch.seq_lens[d:], batch.prefill_start_loc
+            parts.append(
+                self.ops.paged_attention_prefill(q[d:], *cache, table, starts, lens, self.scale, *self.kv_scales)
+            )
+        heads = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(heads.flatten(1), tap)

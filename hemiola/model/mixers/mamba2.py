@@ -1,0 +1,94 @@
+"""Mamba-2 mixer (`M`): in_proj, causal conv, SSD, gated group norm, out_proj.
+
+in_proj's rows are [z, xBC, dt]; xBC is [x, B, C]. Decode rows take the one-token ops, prefill rows the varlen ones; the
+projections and the norm run over all rows at once. Source: vLLM 0.25.0 layers/mamba/mamba_mixer2.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hemiola.model.batch import ForwardBatch
+from hemiola.model.linear import Linear
+from hemiola.model.specs import LayerCache, StateSpec, StateTensors
+from hemiola.ops import Ops
+from hemiola.tap import Tap
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Parameters:
+    """conv_weight (Dc, K), conv_bias (Dc,) or None, norm_weight (Di,): activation dtype; A, D, dt_bias (H,): float32."""
+
+    conv_weight: torch.Tensor
+    conv_bias: torch.Tensor | None
+    A: torch.Tensor
+    D: torch.Tensor
+    dt_bias: torch.Tensor
+    norm_weight: torch.Tensor
+
+
+class Mamba2Mixer:
+    def __init__(
+        self,
+        spec: StateSpec,
+        in_proj: Linear,
+        out_proj: Linear,
+        parameters: Mamba2Parameters,
+        ssm_groups: int,
+        chunk_size: int,
+        dt_limit: tuple[float, float],
+        eps: float,
+        ops: Ops,
+    ) -> None:
+        self.spec, self.in_proj, self.out_proj, self.parameters = spec, in_proj, out_proj, parameters
+        self.ssm_groups, self.chunk_size, self.dt_limit, self.eps, self.ops = ssm_groups, chunk_size, dt_limit, eps, ops
+        self.inner = spec.num_heads * spec.head_dim
+        self.group_size = self.inner // ssm_groups
+        self.bc_size = ssm_groups * spec.state_size
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
+        assert isinstance(cache, StateTensors), f"{self.in_proj.weight.name} was given no state"
+        z, xBC, dt = self.in_proj(x, tap).split([self.inner, self.spec.conv_dim, self.spec.num_heads], dim=-1)
+        parts = []
+        d = batch.num_decodes
+        if d:
+            parts.append(self._update(xBC[:d], dt[:d], batch.state_indices[:d], cache))
+        if batch.num_prefills:
+            parts.append(self._scan(xBC[d:], dt[d:], batch, cache))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        gated = self.ops.gated_rms_norm(y.flatten(1), z, self.parameters.norm_weight, self.group_size, self.eps)
+        return self.out_proj(gated, tap)
+
+    def _update(
+        self, xBC: torch.Tensor, dt: torch.Tensor, state_indices: torch.Tensor, cache: StateTensors
+    ) -> torch.Tensor:
+        """One token per row: (R, Dc) and (R, H) -> (R, H, P)."""
+        p = self.parameters
+        convolved = self.ops.causal_conv1d_update(xBC, p.conv_weight, p.conv_bias, cache.conv, state_indices)
+        inputs, B, C = self._split(convolved)
+        y: torch.Tensor = self.ops.ssd_update(
+            inputs, dt, p.A, B, C, p.D, p.dt_bias, cache.ssm, state_indices, self.dt_limit
+        )
+        return y
+
+    def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, batch: ForwardBatch, cache: StateTensors) -> torch.Tensor:
+        """The prefill rows' tokens: (T, Dc) and (T, H) -> (T, H, P)."""
+        p, d = self.parameters, batch.num_decodes
+        slots, starts = batch.state_indices[d:], batch.prefill_start_loc
+        convolved = self.ops.causal_conv1d(
+            xBC, p.conv_weight, p.conv_bias, cache.conv, slots, starts, batch.has_initial_state[d:]
+        )
+        inputs, B, C = self._split(convolved)
+        y: torch.Tensor = self.ops.ssd_scan(
+            inputs, dt, p.A, B, C, p.D, p.dt_bias, cache.ssm, slots, starts, batch.num_computed[d:],
+            self.chunk_size, self.dt_limit,
+        )  # fmt: skip
+        return y
+
+    def _split(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(T, Dc) -> x (T, H, P), B and C (T, G, N)."""
+        x, B, C = convolved.split([self.inner, self.bc_size, self.bc_size], dim=-1)
+        groups = (self.ssm_groups, self.spec.state_size)
+        return x.unflatten(-1, (self.spec.num_heads, -1)), B.unflatten(-1, groups), C.unflatten(-1, groups)

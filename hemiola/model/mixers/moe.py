@@ -1,0 +1,62 @@
+"""Mixture-of-experts mixer (`E`): sigmoid router, routed experts (in a latent space where there is one), shared expert.
+
+The routed scaling factor multiplies the routed output once, before fc2; the shared expert sees the full hidden input
+and is never scaled. Source: vLLM 0.25.0 model_executor/models/nemotron_h.py (NemotronHMoE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hemiola.formats.weight import Weight
+from hemiola.model.batch import ForwardBatch
+from hemiola.model.linear import Linear
+from hemiola.model.mixers.mlp import MLPMixer
+from hemiola.model.specs import LayerCache
+from hemiola.ops import Ops
+from hemiola.tap import Tap
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """gate: plain Weight (E, hidden); correction_bias: (E,) float32; the rest as in `ops.moe_route`."""
+
+    gate: Weight
+    gate_dtype: torch.dtype
+    correction_bias: torch.Tensor
+    top_k: int
+    router_groups: int
+    topk_router_groups: int
+    normalise: bool
+
+
+class MoEMixer:
+    def __init__(
+        self,
+        router: Router,
+        up: Sequence[Weight],
+        down: Sequence[Weight],
+        routed_scaling_factor: float,
+        shared: MLPMixer | None,
+        latent: tuple[Linear, Linear] | None,
+        ops: Ops,
+    ) -> None:
+        self.router, self.up, self.down = router, up, down
+        self.routed_scaling_factor = routed_scaling_factor
+        self.shared, self.latent, self.ops = shared, latent, ops
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
+        r = self.router
+        logits = self.ops.router_logits(x, r.gate, r.gate_dtype)
+        ids, weights = self.ops.moe_route(
+            logits, r.correction_bias, r.top_k, r.router_groups, r.topk_router_groups, r.normalise
+        )
+        inputs = self.latent[0](x, tap) if self.latent else x
+        routed: torch.Tensor = self.ops.moe_experts(inputs, ids, weights, self.up, self.down, tap=tap)
+        routed = routed * self.routed_scaling_factor
+        if self.latent:
+            routed = self.latent[1](routed, tap)
+        return routed if self.shared is None else self.shared.feed(x, tap) + routed

@@ -1,0 +1,72 @@
+"""The model: embedding, layers of (norm, mixer, add), final norm, head. No kernel, no choice of arm, no cache policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hemiola.config.model import NemotronHConfig
+from hemiola.formats.weight import Weight
+from hemiola.model.batch import ForwardBatch
+from hemiola.model.linear import Linear
+from hemiola.model.mixers.attention import AttentionMixer
+from hemiola.model.mixers.mamba2 import Mamba2Mixer
+from hemiola.model.mixers.mlp import MLPMixer
+from hemiola.model.mixers.moe import MoEMixer
+from hemiola.model.specs import KVSpec, LayerCache, StateSpec
+from hemiola.ops import Ops
+from hemiola.tap import Tap
+
+Mixer = Mamba2Mixer | AttentionMixer | MLPMixer | MoEMixer
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """norm_weight: (hidden,) activation dtype."""
+
+    norm_weight: torch.Tensor
+    mixer: Mixer
+
+
+class NemotronH:
+    """A loaded model bound to the ops of one engine.
+
+    dtype: activation dtype, float32 or bfloat16; it is also the numeric mode (ops round where they say they do).
+    """
+
+    def __init__(
+        self,
+        config: NemotronHConfig,
+        dtype: torch.dtype,
+        embeddings: Weight,
+        layers: Sequence[Layer],
+        norm_f: torch.Tensor,
+        lm_head: Linear,
+        ops: Ops,
+    ) -> None:
+        self.config, self.dtype, self.ops = config, dtype, ops
+        self.embeddings, self.layers, self.norm_f, self.lm_head = embeddings, tuple(layers), norm_f, lm_head
+
+    @property
+    def cache_specs(self) -> tuple[KVSpec | StateSpec | None, ...]:
+        """What each layer needs kept between steps."""
+        return tuple(getattr(layer.mixer, "spec", None) for layer in self.layers)
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], tap: Tap | None = None) -> torch.Tensor:
+        """One step. Returns the final-norm hidden state of every token, (T, hidden); caches are updated in place."""
+        ops, eps = self.ops, self.config.norm_eps
+        x = ops.embedding(batch.token_ids, self.embeddings, self.dtype)
+        residual: torch.Tensor | None = None
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            normed, residual = ops.rms_norm(x, residual, layer.norm_weight, eps)
+            x = layer.mixer(normed, batch, cache, tap)
+            if tap is not None:
+                tap(f"layers.{index}.output", residual + x)
+        hidden: torch.Tensor = ops.rms_norm(x, residual, self.norm_f, eps)[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
+        """hidden: (n, hidden) rows of `forward`. Returns (n, vocab) float32 (a bfloat16 head product, widened)."""
+        return self.lm_head(hidden, tap).float()

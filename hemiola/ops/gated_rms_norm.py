@@ -1,0 +1,28 @@
+"""Grouped RMSNorm of the Mamba-2 mixer, gate first.
+
+    v = y * silu(z);  out = v * rsqrt(mean over each group of v^2 + eps) * weight
+
+y: (T, Di) scan output; z: (T, Di) gate; weight: (Di,); all in the activation dtype.
+group_size: channels per group, Di / ssm_groups. The mean never crosses a group.
+Returns (T, Di) in the activation dtype.
+Numerics: float32 up to the normalised value, which is rounded before it is multiplied by the weight.
+Source: vLLM 0.25.0 model_executor/layers/mamba/mamba_mixer2.py (Mixer2RMSNormGated, norm_before_gate False).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hemiola.ops.table import register
+
+
+def gated_rms_norm(
+    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float
+) -> torch.Tensor:
+    gated = y.float() * torch.nn.functional.silu(z.float())
+    groups = gated.unflatten(-1, (-1, group_size))
+    scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    return (groups * scale).flatten(-2).to(y.dtype) * weight
+
+
+register(op="gated_rms_norm", arm="reference", variant="torch", run=gated_rms_norm)

@@ -1,0 +1,82 @@
+"""Causal attention over the paged KV cache, after the step's own keys and values were written into it.
+
+q: (T, Hq, D) activation dtype, requests one after the other; query head j reads KV head j // (Hq/Hkv).
+k_cache, v_cache: (blocks, block_size, Hkv, D), activation dtype or float8_e4m3fn (then multiplied by k_scale, v_scale).
+block_table: (R, max_blocks) int32; query_start_loc: (R + 1,) int32; seq_lens: (R,) int32, tokens of the request
+including this step's; 0 for a padded row, which returns zeros.
+Returns (T, Hq, D) in the activation dtype. No positional encoding exists in this family.
+Numerics: scores, softmax and the weighted sum in float32, one rounding.
+
+`paged_attention_decode` is the same op for exactly one token per request (no query_start_loc).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hemiola.ops.table import register
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+) -> torch.Tensor:
+    out = torch.zeros_like(q)
+    starts = query_start_loc.tolist()
+    for row, (start, end, length) in enumerate(zip(starts, starts[1:], seq_lens.tolist(), strict=False)):
+        if length == 0 or start == end:
+            continue
+        keys = _gather(k_cache, block_table[row], length, k_scale)
+        values = _gather(v_cache, block_table[row], length, v_scale)
+        out[start:end] = _attend(q[start:end], keys, values, scale)
+    return out
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+) -> torch.Tensor:
+    starts = torch.arange(q.shape[0] + 1)
+    return paged_attention_prefill(q, k_cache, v_cache, block_table, starts, seq_lens, scale, k_scale, v_scale)
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor, length: int, scale: float) -> torch.Tensor:
+    """The first `length` cached tokens of one request, (Hkv, length, D) float32."""
+    block_size = cache.shape[1]
+    used = blocks[: -(-length // block_size)]
+    if cache.dtype == torch.float8_e4m3fn:
+        tokens = cache.view(torch.uint8)[used].view(cache.dtype).float() * scale
+    else:
+        tokens = cache[used].float()
+    return tokens.flatten(0, 1)[:length].transpose(0, 1)
+
+
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """q: (n, Hq, D), the last n tokens of the request; keys, values: (Hkv, length, D) float32."""
+    n, num_heads, head_dim = q.shape
+    kv_heads, length, _ = keys.shape
+    per_kv = num_heads // kv_heads
+    queries = q.float().transpose(0, 1).view(kv_heads, per_kv, n, head_dim)
+    keys, values = (t[:, None].expand(-1, per_kv, -1, -1) for t in (keys, values))
+    past = None if n in (1, length) else torch.ones(n, length, dtype=torch.bool).tril(length - n)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=past, is_causal=n == length > 1, scale=scale
+    )
+    return out.view(num_heads, n, head_dim).transpose(0, 1).to(q.dtype)
+
+
+register(op="paged_attention_prefill", arm="reference", variant="torch", run=paged_attention_prefill)
+register(op="paged_attention_decode", arm="reference", variant="torch", run=paged_attention_decode)
