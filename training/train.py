@@ -73,6 +73,13 @@ def build_optimizer(model: NemotronH, rate: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
+def _finished(device: torch.device) -> float:
+    """The time, in s, at which the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=Path, required=True, help="folder written by training.tokenizer")
@@ -110,11 +117,9 @@ def main() -> None:
     loads = torch.zeros(())
     while not steps or step < steps:
         if step == _TIMED_FROM:
-            torch.cuda.synchronize() if device.type == "cuda" else None
-            timed = time.perf_counter()
+            timed = _finished(device)
         if step == _TIMED_TO and not steps:
-            torch.cuda.synchronize() if device.type == "cuda" else None
-            now = time.perf_counter()
+            now = _finished(device)
             per_step = (now - timed) / (_TIMED_TO - _TIMED_FROM)
             steps = step + max(1, int((args.minutes * 60 - (now - began)) / per_step * 0.97))
             print(f"{per_step * 1e3:.1f} ms per step, {now - began:.0f} s so far: {steps} steps", flush=True)

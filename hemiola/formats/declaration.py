@@ -53,7 +53,7 @@ class NamePatterns:
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
-        self._literal: dict[str, str] = {}
+        self._literal: dict[str, list[str]] = {}  # spellings by canonical name
         self._wild: list[tuple[re.Pattern[str], str]] = []
         for entry in entries:
             name = canonical(f"model.{entry}" if entry.startswith("layers.") else entry)
@@ -62,13 +62,13 @@ class NamePatterns:
                 pattern = f"{fnmatch.translate(name)}|{fnmatch.translate(name + '.*')}"
                 self._wild.append((re.compile(pattern), entry))
             else:
-                self._literal[name] = entry
+                self._literal.setdefault(name, []).append(entry)
 
     def matches(self, module: str) -> list[str]:
         """The entries (as written) that cover a module (canonical name), the most exact first."""
         parts = module.split(".")
         lineage = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        found = [self._literal[name] for name in lineage if name in self._literal]
+        found = [entry for name in lineage for entry in self._literal.get(name, ())]
         return found + [entry for pattern, entry in self._wild if pattern.match(module)]
 
 

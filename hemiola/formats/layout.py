@@ -14,7 +14,6 @@ from hemiola.config.model import LayerKind, NemotronHConfig
 ROOT = "backbone."
 OTHER_ROOTS = ("model.",)
 MTP_ROOT = "mtp."
-EMBEDDING, LM_HEAD = "backbone.embeddings", "lm_head"
 
 
 def canonical(name: str) -> str:
@@ -71,7 +70,7 @@ def _vector(name: str, shape: tuple[int, ...], layer: int | None, role: Role = R
 def expected_modules(config: NemotronHConfig) -> Iterator[Module]:
     """Every module of the model, in the order of a forward pass; the draft head (MTP) is not among them."""
     c, hidden = config, config.hidden_size
-    yield Module(EMBEDDING, (c.vocab_size, hidden), Role.EMBEDDING, is_quantizable=False)
+    yield Module(f"{ROOT}embeddings", (c.vocab_size, hidden), Role.EMBEDDING, is_quantizable=False)
     mlp_sizes = iter(c.mlp_intermediate_sizes)
     for layer, kind in enumerate(c.layers):
         prefix = f"{ROOT}layers.{layer}"
@@ -91,7 +90,7 @@ def expected_modules(config: NemotronHConfig) -> Iterator[Module]:
             yield from _moe(c, mixer, layer)
     yield _vector(f"{ROOT}norm_f.weight", (hidden,), None)
     if not c.tie_word_embeddings:
-        yield Module(LM_HEAD, (c.vocab_size, hidden), Role.LM_HEAD)
+        yield Module("lm_head", (c.vocab_size, hidden), Role.LM_HEAD)
 
 
 def _mamba(c: NemotronHConfig, mixer: str, layer: int) -> Iterator[Module]:

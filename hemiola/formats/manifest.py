@@ -15,7 +15,7 @@ from torch import Tensor
 from hemiola.config.model import NemotronHConfig
 from hemiola.formats.checkpoint import Checkpoint
 from hemiola.formats.declaration import read_declaration
-from hemiola.formats.layout import EMBEDDING, LM_HEAD
+from hemiola.formats.layout import MTP_ROOT
 from hemiola.formats.plan import Plan, StoredModule, kv_scale_names
 from hemiola.formats.problems import Problems
 from hemiola.formats.safetensors import TensorHeader
@@ -36,6 +36,7 @@ class Manifest:
     modules: tuple[StoredModule, ...]
     reports: tuple[str, ...]
     kv_cache_declared: str | None
+    num_kv_scales: int
     num_mtp_tensors: int
     mtp_bytes: int
     _headers: Mapping[str, TensorHeader]  # by canonical name
@@ -54,6 +55,7 @@ class Manifest:
             modules=plan.modules,
             reports=tuple(plan.reports),
             kv_cache_declared=declaration.kv_cache,
+            num_kv_scales=plan.num_kv_scales,
             num_mtp_tensors=len(plan.mtp_headers),
             mtp_bytes=sum(header.nbytes for header in plan.mtp_headers),
             _headers=plan.headers,
@@ -65,7 +67,6 @@ class Manifest:
         Raises: KeyError for a name that is no linear; CheckpointError naming scales that are not positive and finite.
         """
         stored = self._linears[name]
-        header = self._headers[f"{name}.weight"]
         is_nvfp4 = stored.scheme is Scheme.NVFP4
         rows, columns = stored.shape
         tensor_scale = _TENSOR_SCALE.get(stored.scheme)
@@ -73,7 +74,7 @@ class Manifest:
             name=name,
             shape=(rows, columns),
             scheme=stored.scheme,
-            data=self.checkpoint.tensor(header.name),
+            data=self.tensor(f"{name}.weight"),
             block_scale=self.tensor(f"{name}.weight_scale") if is_nvfp4 else None,
             scale=self._scales[f"{name}.{tensor_scale}"] if tensor_scale else None,
             input_scale=self._scales[f"{name}.input_scale"] if stored.has_input_scale else None,
@@ -85,17 +86,16 @@ class Manifest:
 
     def kv_scales(self, layer: int) -> tuple[float, float, str]:
         """k_scale and v_scale of an attention layer and where they come from; 1.0 for one that is not stored."""
-        (k, has_k), (v, has_v) = (self._kv_scales.get(name, (1.0, False)) for name in kv_scale_names(layer))
-        sources = {(True, True): "checkpoint", (False, False): "fallback 1.0"}
-        one_missing = "checkpoint, v_scale fallback 1.0" if has_k else "checkpoint, k_scale fallback 1.0"
-        return k, v, sources.get((has_k, has_v), one_missing)
+        names = kv_scale_names(layer)
+        k, v = (self._kv_scales.get(name, 1.0) for name in names)
+        fallbacks = [name.rpartition(".")[2] for name in names if name not in self._kv_scales]
+        if len(fallbacks) == 1:
+            return k, v, f"checkpoint, {fallbacks[0]} fallback 1.0"
+        return k, v, "fallback 1.0" if fallbacks else "checkpoint"
 
     @cached_property
     def _linears(self) -> dict[str, StoredModule]:
-        linears = {stored.name: stored for stored in self.modules if stored.is_linear}
-        if LM_HEAD not in linears:
-            linears[LM_HEAD] = linears[EMBEDDING]
-        return linears
+        return {stored.name: stored for stored in self.modules if stored.is_linear}
 
     @cached_property
     def _scales(self) -> dict[str, float]:
@@ -108,9 +108,10 @@ class Manifest:
         return self._read_scalars(names)
 
     @cached_property
-    def _kv_scales(self) -> dict[str, tuple[float, bool]]:
+    def _kv_scales(self) -> dict[str, float]:
+        """k_scale and v_scale of every attention layer that has them, by canonical tensor name."""
         names = [name for name in self._headers if name.endswith((".k_scale", ".v_scale"))]
-        return {name: (value, True) for name, value in self._read_scalars(names).items()}
+        return self._read_scalars([name for name in names if not name.startswith(MTP_ROOT)])
 
     def _read_scalars(self, names: list[str]) -> dict[str, float]:
         values = {name: float(self.tensor(name)) for name in names}

@@ -76,7 +76,7 @@ class Plan:
 
         expected = list(expected_modules(config))
         self.modules = tuple(stored for module in expected if (stored := self._take_module(module)) is not None)
-        self._take_kv_scales()
+        self.num_kv_scales = self._take_kv_scales()
         self.mtp_headers = [self._left.pop(name) for name in list(self._left) if name.startswith(MTP_ROOT)]
         ignored = [self._left.pop(name).name for name in list(self._left) if name.endswith(_IGNORED)]
         for header in self._left.values():
@@ -136,19 +136,15 @@ class Plan:
         return self._stored(module, scheme, [header for header in headers if header])
 
     def _take_fp8(self, module: Module) -> list[TensorHeader | None]:
+        headers = [self._take(module.tensor_name, module.shape, ("F8_E4M3",))]
         scale = self._left.get(f"{module.name}.weight_scale")
         if scale is not None and math.prod(scale.shape) != 1:
             kind = "FP8 weight_scale that is not one number (per-channel and block-wise FP8 are not supported)"
             self._problems.add(kind, f"{scale.name} is {list(scale.shape)}")
             del self._left[f"{module.name}.weight_scale"]
-            weight_scale = scale
         else:
-            weight_scale = self._take(f"{module.name}.weight_scale", None, ("F32",))
-        return [
-            self._take(module.tensor_name, module.shape, ("F8_E4M3",)),
-            weight_scale,
-            self._take(f"{module.name}.input_scale", None, ("F32",)),
-        ]
+            headers.append(self._take(f"{module.name}.weight_scale", None, ("F32",)))
+        return [*headers, self._take(f"{module.name}.input_scale", None, ("F32",))]
 
     def _take_nvfp4(self, module: Module) -> list[TensorHeader | None]:
         rows, columns = module.shape
@@ -181,7 +177,8 @@ class Plan:
             has_input_scale=any(header.name.endswith(".input_scale") for header in headers),
         )
 
-    def _take_kv_scales(self) -> None:
+    def _take_kv_scales(self) -> int:
+        """Consume the KV scales there are, report the others where they matter; the number consumed."""
         missing, num_stored = [], 0
         for layer in self._config.indices(LayerKind.ATTENTION):
             for name in kv_scale_names(layer):
@@ -192,18 +189,19 @@ class Plan:
                     missing.append(f"layer {layer} {name.rpartition('.')[2]}")
         if missing and (num_stored or self._declaration.kv_cache):
             self.reports.append(f"KV scales not in the checkpoint, 1.0 is used: {listed(missing)}")
+        return num_stored
 
     def _compare_with_declaration(self, quantizable: set[str]) -> None:
         """Report disagreements, and apply the one rule that needs both sides: which NVFP4 modules want input_scale."""
         names = dict.fromkeys(name.rpartition(".")[0] for name in self.headers)
         claimed, unmatched = self._declaration.algorithms(names)
         stored = {module.name: module for module in self.modules}
+        # A scheme for all speaks of linears; a list of layers means each of its names, whatever it is.
+        meant = quantizable | {canonical(name) for name in self._declaration.layers or ()}
         disagreements: dict[tuple[str, str], list[str]] = {}
         for name, algorithm in claimed.items():
-            # A single declared scheme speaks of linears; a list of layers means each of its names.
-            is_meant = name in quantizable or (self._declaration.layers and not name.startswith(MTP_ROOT))
             scheme = stored[name].scheme if name in stored else Scheme.PLAIN
-            if is_meant and algorithm.scheme is not scheme:
+            if name in meant and algorithm.scheme is not scheme:
                 disagreements.setdefault((algorithm.value, scheme.value), []).append(self._disk_name(name))
         for (declared, on_disk), items in disagreements.items():
             self.reports.append(

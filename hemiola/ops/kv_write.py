@@ -26,7 +26,7 @@ def kv_write(
         live = (slot_mapping >= 0).nonzero().squeeze(1)
         k, v, slot_mapping = k[live], v[live], slot_mapping[live]
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        flat = cache.flatten(0, 1)
+        flat = cache.view(-1, *cache.shape[2:])
         if cache.dtype == torch.float8_e4m3fn:
             flat.view(torch.uint8)[slot_mapping] = fp8.quantize(new.float(), scale).view(torch.uint8)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -39,8 +40,7 @@ class ChatTemplate:
     switches: the names that the template reads beyond the standard ones; `render` takes these and no others.
     """
 
-    def __init__(self, source: str, where: str, special_tokens: Mapping[str, str]) -> None:
-        self._where = where
+    def __init__(self, source: str, where: Path, special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
         try:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -107,9 +107,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """JSON as the model saw it in training: non-ASCII text as it is, nothing escaped for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as the model saw it in training: non-ASCII text as it is, nothing escaped for HTML (jinja2's own does)."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -49,7 +49,7 @@ class OutputText:
             if i == silent_at:
                 break
             piece = self._detokenizer.push(token_id)
-            text += piece if self.num_tokens < self._min_tokens else self._match(piece)
+            text += piece if self.num_tokens <= self._min_tokens else self._match(piece)
         self.text += text
         return text
 

@@ -6,7 +6,7 @@ Knows the files of a Hugging Face checkpoint, and nothing of requests or of how 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,15 +103,15 @@ class Tokenizer:
         """Templates by name, compiled on first use. chat_template.jinja is the default one where it exists."""
         config_file, jinja_file = self._folder / "tokenizer_config.json", self._folder / "chat_template.jinja"
         config = _read_json(config_file)
-        declared = config.get("chat_template") or {}
-        if isinstance(declared, str):
-            declared = {"default": declared}
-        elif isinstance(declared, list):
-            declared = {entry["name"]: entry["template"] for entry in declared}
         tokens = _special_tokens(config)
-        templates = {name: ChatTemplate(source, str(config_file), tokens) for name, source in declared.items()}
+        sources = _declared_templates(config, config_file)
+        templates = {name: ChatTemplate(source, config_file, tokens) for name, source in sources.items()}
         if jinja_file.exists():
-            templates["default"] = ChatTemplate(jinja_file.read_text(encoding="utf-8"), str(jinja_file), tokens)
+            try:
+                source = jinja_file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise CheckpointError("not UTF-8 text", found=error, where=jinja_file) from error
+            templates["default"] = ChatTemplate(source, jinja_file, tokens)
         return templates
 
 
@@ -136,6 +136,27 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
                 )
         ids += found
     return tuple(dict.fromkeys(ids))
+
+
+def _declared_templates(config: Mapping[str, Any], where: Path) -> dict[str, str]:
+    """The chat_template of tokenizer_config.json by name: one text is the default, a list names each of its own."""
+    declared = config.get("chat_template")
+    if declared is None:
+        return {}
+    entries = [{"name": "default", "template": declared}] if isinstance(declared, str) else declared
+    sources: dict[str, str] = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                sources[name] = template
+            case _:
+                raise CheckpointError(
+                    "not a chat template",
+                    found=repr(entry)[:80],
+                    expected="a text, or a list of objects with name and template",
+                    where=f"{where}: chat_template",
+                )
+    return sources
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -159,7 +159,8 @@ def test_one_stop_string_is_one_stop() -> None:
 
 def test_min_tokens_within_max_tokens() -> None:
     assert SamplingParams(min_tokens=3, max_tokens=3).min_tokens == 3
-    error = pytest.raises(RequestError, SamplingParams, min_tokens=4, max_tokens=3)
+    with pytest.raises(RequestError) as error:
+        SamplingParams(min_tokens=4, max_tokens=3)
     assert error.value.where == "min_tokens"
     assert "max_tokens = 3" in str(error.value)
 
@@ -205,5 +206,7 @@ def test_last_id_of_the_vocabulary_works() -> None:
     ],
 )
 def test_vocabulary_checks_name_the_field(fields: dict[str, Any], where: str) -> None:
-    error = pytest.raises(RequestError, SamplingParams(**fields).validate_for, 100)
+    params = SamplingParams(**fields)
+    with pytest.raises(RequestError) as error:
+        params.validate_for(100)
     assert error.value.where == where

@@ -150,6 +150,16 @@ def test_each_draw_is_the_inverse_of_the_cumulative_distribution(seed: int, posi
         assert chosen == int(np.searchsorted(edges, u, side="right"))
 
 
+@pytest.mark.parametrize(("u", "expected"), [(0.0, 1), (0.5, 3), (0.5 - 2**-53, 1), (1 - 2**-53, 3)])
+def test_edges_of_the_draw(monkeypatch: pytest.MonkeyPatch, u: float, expected: int) -> None:
+    """An interval holds its lower edge; ids of no weight, at either end or between, have no interval."""
+    monkeypatch.setattr("hemiola.ops.sample.uniform", lambda seed, position: u)
+    logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
+    assert one(logits) == expected
+    assert one(logits, top_k=4) == expected
+    assert one(logits, top_p=0.999) == expected
+
+
 def test_generator_is_splitmix64() -> None:
     """Published first outputs of SplitMix64 with seed 0; mixing a seed of 0 leaves 0."""
     outputs = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
