@@ -45,8 +45,8 @@ def plan_caches(
     activation_bytes: int,
     kv_element_bytes: int,
 ) -> CachePlan:
-    """Split a budget: state slots first, up to max_num_seqs and (with attention present) half of the budget, then KV
-    blocks, as many as the slots' requests could ever use.
+    """Split a budget: state slots first, up to max_num_seqs and (with attention present) half of the budget or what a
+    single KV block leaves, then KV blocks, as many as the slots' requests could ever use.
 
     Raises: CapacityError when not even one request's state and one block fit.
     """
@@ -66,7 +66,7 @@ def plan_caches(
     notes = []
     num_slots = max_num_seqs
     if slot_bytes:
-        for_states = budget_bytes // 2 if block_bytes else budget_bytes
+        for_states = min(budget_bytes // 2, budget_bytes - block_bytes) if block_bytes else budget_bytes
         num_slots = max(1, min(max_num_seqs, for_states // slot_bytes))
     if num_slots < max_num_seqs:
         notes.append(

@@ -21,7 +21,10 @@ class Pool:
         return len(self._free)
 
     def acquire(self, owner: str, count: int) -> list[int]:
-        """`count` pieces for a request that owns none yet. Raises CapacityError, changing nothing, if too few are free."""
+        """`count` pieces for a request that owns none yet.
+
+        Raises: CapacityError, changing nothing, when too few are free.
+        """
         assert owner not in self._owned, f"{owner} already owns {self.kind}s"
         if count > self.num_free:
             raise CapacityError(

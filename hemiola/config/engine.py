@@ -49,7 +49,10 @@ class EngineConfig:
         for name, accepted in (("dtype", DTYPES), ("router_dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             if getattr(self, name) not in accepted:
                 raise ConfigError(
-                    "unknown value", found=repr(getattr(self, name)), expected=f"one of {', '.join(accepted)}", where=name
+                    "unknown value",
+                    found=repr(getattr(self, name)),
+                    expected=f"one of {', '.join(accepted)}",
+                    where=name,
                 )
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "cache_bytes"):
             value = getattr(self, name)

@@ -5,7 +5,8 @@ Two ops with one arithmetic: `causal_conv1d` takes any number of tokens per requ
 x: (T, Dc) activation dtype, raw in_proj output, requests one after the other.
 weight: (Dc, K), bias: (Dc,) or None, both in the activation dtype; tap K-1 multiplies the current token.
 conv_state: (slots, Dc, K-1) activation dtype, the last K-1 raw inputs, oldest first; updated in place.
-state_indices: (R,) int32, the request's slot, or -1 for a padded row, which reads and writes no state and returns zeros.
+state_indices: (R,) int32, the request's slot, or -1 for a padded row, which reads and writes no state and returns
+zeros.
 query_start_loc: (R + 1,) int32; has_initial_state: (R,) bool, False where the history is zero whatever the slot holds.
 Returns (T, Dc) in the activation dtype.
 Numerics: each tap's product is rounded to the activation dtype, then added to a float32 accumulator that starts from

@@ -16,13 +16,12 @@ import torch
 from hemiola.ops.table import register
 
 
-def gated_rms_norm(
-    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float
-) -> torch.Tensor:
+def gated_rms_norm(y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float) -> torch.Tensor:
     gated = y.float() * torch.nn.functional.silu(z.float())
     groups = gated.unflatten(-1, (-1, group_size))
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
-    return (groups * scale).flatten(-2).to(y.dtype) * weight
+    normalised: torch.Tensor = (groups * scale).flatten(-2).to(y.dtype)
+    return normalised * weight
 
 
 register(op="gated_rms_norm", arm="reference", variant="torch", run=gated_rms_norm)

@@ -27,7 +27,8 @@ def linear_fp8(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch.Ten
 
 def linear_fp8_float32(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch.Tensor:
     """The same product with its float32 result returned unrounded."""
-    assert weight.input_scale is not None and weight.scale is not None, f"{weight.name} is not a static W8A8 weight"
+    assert weight.scale is not None, f"{weight.name} has no weight scale"
+    assert weight.input_scale is not None, f"{weight.name} has no input scale"
     codes = kept.get(weight, "codes-f32", weight.codes)
     q = fp8.quantize(x.float(), weight.input_scale).float()
     return torch.nn.functional.linear(q, codes) * (weight.input_scale * weight.scale)

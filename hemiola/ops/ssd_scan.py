@@ -17,6 +17,8 @@ Source: Mamba-2 paper (arXiv 2405.21060) section 6; vLLM 0.25.0 layers/mamba/ops
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from hemiola.ops.table import register
@@ -47,7 +49,7 @@ def ssd_scan(
         state = ssm_state[slot].clone() if computed else torch.zeros_like(ssm_state[slot])
         first_edge = start + chunk_size - computed % chunk_size
         edges = [start, *range(first_edge, end, chunk_size), end]
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in pairwise(edges):
             part = slice(low, high)
             y[part], state = _chunk(x[part], step[part], A, B[part], C[part], D, state)
         ssm_state[slot] = state

@@ -143,6 +143,8 @@ class Ops:
                 f"no {arm} variant of {op} supports this call",
                 found=report,
                 where=op,
-                remedy=f"Move this op to the reference arm ({op}=reference) or allow counted fallbacks.",
+                remedy=None
+                if arm == "reference"
+                else f"Move this op to the reference arm ({op}=reference) or allow counted fallbacks.",
             )
-        return _registry[op]["reference"][0], report
+        return self._select(op, "reference", args, kwargs)[0], report

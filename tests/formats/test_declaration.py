@@ -35,6 +35,7 @@ EXCLUSIONS: dict[str, set[str]] = {
     "*.mixer.out_proj": {module(n, "out_proj") for n in range(21)},
     "*layers.2.*": {module(2), module(2, "out_proj")},
     "backbone.layers.?.mixer": {module(n, leaf) for n in range(10) for leaf in ("in_proj", "out_proj")},
+    "backbone.layers.?": {module(n, leaf) for n in range(10) for leaf in ("in_proj", "out_proj")},
     "backbone.layers.[34].mixer.in_proj": {module(3), module(4)},
     "lm_head": {"lm_head"},
     "model.layers.2.mixer": {module(2), module(2, "out_proj")},

@@ -1,4 +1,4 @@
-"""Completeness: every way in which a checkpoint can fail to be the model fails at once, by name, before values are read."""
+"""Completeness: every way in which a checkpoint can fail to be the model fails at once, by name."""
 
 from __future__ import annotations
 
@@ -224,6 +224,19 @@ def test_nvfp4_shapes_and_dtypes(folder: Callable[..., Path], suffix: str, repla
     name = f"backbone.layers.1.mixer.experts.3.up_proj.{suffix}"
     change_tensors(path, lambda tensors: tensors.update({name: replacement}))
     assert finding.format(name) in refusal(path)
+
+
+def test_nvfp4_needs_whole_blocks(folder: Callable[..., Path]) -> None:
+    path = folder(raw=tiny("E", moe_intermediate_size=24))
+    name = "backbone.layers.0.mixer.experts.3.down_proj"
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{name}.weight"] = torch.zeros(64, 12, dtype=torch.uint8)
+        tensors[f"{name}.weight_scale"] = torch.zeros(64, 1).to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_2"] = torch.tensor(1.0)
+
+    change_tensors(path, change)
+    assert f"NVFP4 module whose input size is no multiple of 16 (1): {name} has 24 inputs" in refusal(path)
 
 
 class TestInputScalesOfExperts:

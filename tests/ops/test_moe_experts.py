@@ -20,7 +20,9 @@ def store() -> KeptForms:
     return KeptForms(1 << 30)
 
 
-def experts(g: torch.Generator, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Weight], list[Weight]]:
+def experts(
+    g: torch.Generator, scheme: Scheme, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[Weight], list[Weight]]:
     up = [random_weight(g, f"experts.{e}.up_proj", scheme, INTER, HIDDEN, dtype) for e in range(NUM_EXPERTS)]
     down = [random_weight(g, f"experts.{e}.down_proj", scheme, HIDDEN, INTER, dtype) for e in range(NUM_EXPERTS)]
     return up, down
@@ -122,7 +124,9 @@ def test_bf16_ledger(scheme: Scheme) -> None:
         f"no rounding of {name}": brute_force(*inputs, rounds=True, without=name)
         for name in ("up", "relu squared", "expert output")
     }
-    wrong["a rounding before the routing weight"] = brute_force(*inputs, rounds=True, without="weight after the rounding")
+    wrong["a rounding before the routing weight"] = brute_force(
+        *inputs, rounds=True, without="weight after the rounding"
+    )
     wrong["weights rounded to bf16"] = brute_force(x, ids, bf16(weights.double()), up, down, rounds=True)
     result = moe_experts(*inputs, kept=store())
     assert_ledger(result, brute_force(*inputs, rounds=True), wrong)

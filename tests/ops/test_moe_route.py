@@ -31,7 +31,16 @@ def brute_force(
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "groups", "topk_groups"),
-    [(8, 2, 1, 1), (8, 2, 4, 2), (16, 6, 4, 3), (32, 22, 1, 1), (8, 2, 8, 2), (8, 8, 1, 1), (8, 4, 2, 1), (512, 22, 1, 1)],
+    [
+        (8, 2, 1, 1),
+        (8, 2, 4, 2),
+        (16, 6, 4, 3),
+        (32, 22, 1, 1),
+        (8, 2, 8, 2),
+        (8, 8, 1, 1),
+        (8, 4, 2, 1),
+        (512, 22, 1, 1),
+    ],
 )
 def test_equals_brute_force(num_experts: int, top_k: int, groups: int, topk_groups: int, normalise: bool) -> None:
     g = generator(num_experts)

@@ -37,20 +37,21 @@ def test_epsilon_is_inside_the_root() -> None:
 
 
 def test_bf16_ledger() -> None:
-    """The sum is rounded only as the new residual; the norm uses it unrounded; its result is rounded before w."""
+    """The sum is rounded once, to the new residual; the norm of that rounded sum is rounded after the weight."""
     g = generator(1)
     x, residual = randn(g, 64, 96, dtype=torch.bfloat16), randn(g, 64, 96, dtype=torch.bfloat16)
     weight = uniform(g, 0.5, 1.5, 96).bfloat16()
     total, w = x.double() + residual.double(), weight.double()
+    rounded = bf16(total)
     y, new_residual = rms_norm(x, residual, weight, EPS)
     assert torch.equal(new_residual, total.float().bfloat16())
     assert_ledger(
         y,
-        bf16(total * inverse_rms(total)) * w,
+        rounded * inverse_rms(rounded) * w,
         {
-            "the norm of the rounded sum": bf16(bf16(total) * inverse_rms(bf16(total))) * w,
-            "no rounding before the weight": total * inverse_rms(total) * w,
-            "a rounded inverse": bf16(total * bf16(inverse_rms(total))) * w,
+            "the norm of the unrounded sum": total * inverse_rms(total) * w,
+            "a rounding before the weight": bf16(rounded * inverse_rms(rounded)) * w,
+            "a rounded inverse": rounded * bf16(inverse_rms(rounded)) * w,
         },
     )
 

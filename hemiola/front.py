@@ -1,0 +1,147 @@
+"""Front: where text meets the engine. Turns prompts into requests (one per choice) and steps into text as it appears.
+
+It owns tokenisation, detokenisation and stop strings; the engine below it knows ids only, and what stands above it
+(the offline API, the command line, a server) knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hemiola.config.sampling import SamplingParams
+from hemiola.engine.engine import Engine, StepOutput
+from hemiola.engine.request import FinishReason, Request, RequestStatus
+from hemiola.errors import RequestError
+from hemiola.text.output import OutputText
+from hemiola.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One of an answer's alternatives. output is None for a model without a tokenizer."""
+
+    index: int
+    request: Request
+    output: OutputText | None
+
+    @property
+    def text(self) -> str:
+        return self.output.text if self.output else ""
+
+    @property
+    def finished(self) -> bool:
+        return self.request.status is RequestStatus.FINISHED
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """All choices of one prompt. prompt is None when it came as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a step added to one choice; text may be empty while a character or a possible stop string is incomplete."""
+
+    answer: Answer
+    choice: Choice
+    text: str
+    new_ids: list[int]
+
+
+class Front:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self._open: dict[str, tuple[Answer, Choice]] = {}
+        self._num_answers = 0
+
+    def add(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True) -> Answer:
+        """Queue a prompt; its `n` choices become requests of their own, with seeds of their own.
+
+        add_special_tokens: as in `Tokenizer.encode`, for text prompts.
+        Raises: RequestError, CapacityError; then nothing of this prompt stays queued.
+        """
+        if self.tokenizer is None and params.stop:
+            raise RequestError("stop strings need a tokenizer, and this model has none", where="stop")
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.encode(text, add_special_tokens) if text is not None else _checked_ids(prompt)
+        answer = Answer(f"request-{self._num_answers}", text, ids)
+        try:
+            for index in range(params.n):
+                name = f"{answer.request_id}.{index}"
+                request = self.engine.add_request(name, ids, _params_of_choice(params, index))
+                output = OutputText(self.tokenizer, params) if self.tokenizer else None
+                choice = Choice(index, request, output)
+                answer.choices.append(choice)
+                self._open[name] = (answer, choice)
+        except BaseException:
+            self.abort(answer)
+            raise
+        self._num_answers += 1
+        return answer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text prompt. Raises: RequestError when the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer, and this model has none", remedy="Give the prompt as token ids."
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._open)
+
+    def step(self) -> list[Delta]:
+        """One engine step; what it added, choice by choice, in batch order."""
+        return [self._delta(step) for step in self.engine.step()]
+
+    def abort(self, answer: Answer) -> None:
+        """Withdraw what is left of an answer; what it has so far stays readable."""
+        for choice in answer.choices:
+            self._open.pop(choice.request.request_id, None)
+            self.engine.finish(choice.request.request_id, FinishReason.ABORT)
+
+    def _delta(self, step: StepOutput) -> Delta:
+        request = step.request
+        answer, choice = self._open[request.request_id]
+        text = ""
+        if choice.output is not None:
+            text = choice.output.push(step.new_ids, ends=request.finish_reason is FinishReason.STOP)
+            if choice.output.stopped is not None and not step.finished:
+                self.engine.finish(request.request_id, FinishReason.STOP, choice.output.stopped)
+            elif choice.output.stopped is not None:
+                request.finish(FinishReason.STOP, choice.output.stopped)
+            if choice.finished:
+                text += choice.output.finish()
+        if choice.finished:
+            del self._open[request.request_id]
+        return Delta(answer, choice, text, step.new_ids)
+
+
+def _params_of_choice(params: SamplingParams, index: int) -> SamplingParams:
+    if params.n == 1:
+        return params
+    seed = None if params.seed is None else (params.seed + index) % (1 << 63)
+    return replace(params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+
+
+def _checked_ids(prompt: Prompt) -> list[int]:
+    ids = list(prompt)
+    for position, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise RequestError(
+                "not a token id", found=repr(token), expected="a whole number", where=f"prompt, position {position}"
+            )
+    return ids  # type: ignore[return-value]  # every element was just checked

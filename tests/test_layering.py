@@ -1,0 +1,169 @@
+"""Who may import what, and what must appear nowhere. Imports inside functions and under TYPE_CHECKING count too."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hemiola"
+
+# Room (a folder or a module of the package) -> the rooms that it may import besides itself.
+BELOW_CONFIG = {"errors", "tap"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "tap": set(),
+    "config": BELOW_CONFIG,
+    "formats": {*BELOW_CONFIG, "config"},
+    "text": {"errors", "config"},
+    "ops": {*BELOW_CONFIG, "formats"},
+    "model": {*BELOW_CONFIG, "config", "formats", "ops"},
+    "cache": {*BELOW_CONFIG, "config", "model"},
+    "engine": {*BELOW_CONFIG, "config", "formats", "ops", "model", "cache"},
+}
+TOP = {"loading", "llm", "quantize", "inspect", "cli", "__init__", "__main__"}
+ROOMS = set(ALLOWED) | TOP
+
+# What other packages a room may not use.
+NO_TORCH = {
+    "engine/scheduler.py",
+    "engine/request.py",
+    "cache/pool.py",
+    "cache/budget.py",
+    "cache/blocks.py",
+    "errors.py",
+}
+ONLY_IN = {
+    "triton": ("ops/",),
+    "huggingface_hub": ("formats/hub.py",),
+    "tokenizers": ("text/",),
+    "jinja2": ("text/",),
+    "typer": ("cli.py",),
+    "rich": ("cli.py", "inspect.py", "quantize/", "progress.py"),
+    "transformers": (),
+    "os": ("config/", "formats/", "quantize/", "cli.py"),
+}
+# Reference compositions inside ops: the experts' reference is made of the linears' and the activation's.
+OPS_SHARED = {"table", "kept"}
+OPS_COMPOSED = {"moe_experts": {"linear", "linear_fp8", "linear_nvfp4", "relu_squared"}}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that an import statement anywhere in the tree may load, dotted."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def breaches(name: str, source: str) -> list[str]:
+    """What the file `name` (relative to the package) does that its room may not."""
+    found = []
+    path = PACKAGE / name
+    room = room_of(path)
+    for module in imports(ast.parse(source)):
+        top, *rest = module.split(".")
+        if top == "hemiola" and rest and rest[0] in ROOMS:
+            target = rest[0]
+            if target != room and room not in TOP and target not in ALLOWED[room]:
+                found.append(f"{room} imports {target}")
+            if target in {"cli", "__main__"} and room not in {"cli", "__main__"}:
+                found.append("cli is imported")
+            if room == "cache" and target == "model" and rest[1:2] not in ([], ["specs"]):
+                found.append(f"cache imports model.{rest[1]}")
+            if room == "ops" and path.stem != "__init__" and target == "ops" and len(rest) > 1:
+                allowed = OPS_SHARED | OPS_COMPOSED.get(path.stem, set())
+                if rest[1] not in allowed:
+                    found.append(f"op file {path.stem} imports ops.{rest[1]}")
+        if top == "torch" and (name in NO_TORCH or room in {"config", "text"}):
+            found.append("torch")
+        if module.startswith("torch.cuda") and room in {"config", "formats", "model", "cache"}:
+            found.append("torch.cuda")
+        if top in ONLY_IN and not name.startswith(ONLY_IN[top] or "-"):
+            found.append(top)
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=name_of)
+def test_imports_follow_the_layers(path: Path) -> None:
+    assert room_of(path) in ROOMS, f"{room_of(path)} is in no layer: give it one here"
+    assert breaches(name_of(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "breach"),
+    [
+        ("ops/linear.py", "from hemiola.config.engine import EngineConfig", "ops imports config"),
+        ("ops/linear.py", "def f():\n    from hemiola.model import batch", "ops imports model"),
+        ("ops/linear.py", "from hemiola.ops.rms_norm import rms_norm", "op file linear imports ops.rms_norm"),
+        ("ops/linear.py", "from hemiola.ops import rms_norm", "op file linear imports ops.rms_norm"),
+        ("formats/weight.py", "if TYPE_CHECKING:\n    import hemiola.ops.table", "formats imports ops"),
+        ("cache/pool.py", "from hemiola.model.batch import ForwardBatch", "cache imports model.batch"),
+        ("cache/pool.py", "import torch", "torch"),
+        ("engine/scheduler.py", "import torch.nn", "torch"),
+        ("text/chat.py", "from hemiola.engine.request import Request", "text imports engine"),
+        ("model/batch.py", "import triton", "triton"),
+        ("model/batch.py", "import torch.cuda", "torch.cuda"),
+        ("llm.py", "from hemiola.cli import main", "cli is imported"),
+        ("model/nemotron_h.py", "import os", "os"),
+        ("engine/engine.py", "import transformers", "transformers"),
+    ],
+)
+def test_each_rule_bites(name: str, source: str, breach: str) -> None:
+    assert breach in breaches(name, source)
+
+
+FORBIDDEN = {
+    r"except\s+(Base)?Exception\b|except\s*:": (),
+    r"os\.environ|os\.getenv|os\.putenv": ("config/",),
+    r"(?<![\w.])print\(": ("cli.py",),
+    r"make_block_ptr": (),
+    r"\bTODO\b|\bFIXME\b|\bXXX\b": (),
+}
+
+
+def forbidden(name: str, source: str) -> list[str]:
+    return [p for p, where in FORBIDDEN.items() if not name.startswith(where or "-") and re.search(p, source)]
+
+
+@pytest.mark.parametrize("path", files(), ids=name_of)
+def test_nothing_forbidden_in_the_text(path: Path) -> None:
+    assert forbidden(name_of(path), path.read_text()) == []
+    assert path.stem not in {"utils", "common", "base", "misc", "helpers"}, "name what it holds"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("ops/table.py", "try:\n    pass\nexcept Exception:\n    pass", 1),
+        ("ops/table.py", "try:\n    pass\nexcept:\n    pass", 1),
+        ("model/load.py", "os.environ['X']", 1),
+        ("config/engine.py", "os.environ['X']", 0),
+        ("engine/engine.py", "    print(1)", 1),
+        ("cli.py", "print(1)", 0),
+        ("cli.py", "console.print(1)", 0),
+        ("inspect.py", "console.print(1); pprint(2)", 0),
+    ],
+)
+def test_each_pattern_bites(name: str, source: str, count: int) -> None:
+    assert len(forbidden(name, source)) == count
