@@ -78,11 +78,23 @@ class LLM:
         return [to_output(answer) for answer in answers]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Pieces of one prompt's answer as they appear. Leaving the loop early withdraws the request."""
+        """Pieces of one prompt's answer as they appear, also when somebody else makes the engine step in between.
+
+        Leaving the loop early withdraws the request.
+        """
         (answer,) = self._submit([prompt], sampling_params)
+        shown = [(0, 0) for _ in answer.choices]  # characters and ids
         try:
-            while not answer.finished:
-                yield from (delta for delta in self.front.step() if delta.answer is answer)
+            while True:
+                for choice in answer.choices:
+                    num_characters, num_ids = shown[choice.index]
+                    text, new_ids = choice.text[num_characters:], choice.request.output_ids[num_ids:]
+                    shown[choice.index] = (num_characters + len(text), num_ids + len(new_ids))
+                    if text or new_ids:
+                        yield Delta(answer, choice, text, new_ids)
+                if answer.finished:
+                    return
+                self.front.step()
         finally:
             self.front.abort(answer)
 

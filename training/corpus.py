@@ -35,8 +35,9 @@ def fetch(source: Source, cache: Path) -> tuple[Path, str]:
                 subprocess.run(["apt-get", "download", package], cwd=archives, check=True, capture_output=True)
                 (archive,) = archives.glob(f"{package}_*.deb")
                 subprocess.run(["dpkg-deb", "-x", archive, folder], check=True)
-                version = subprocess.run(["dpkg-deb", "-f", archive, "Version"], check=True, capture_output=True, text=True)
-                versions.append(f"{package} {version.stdout.strip()}")
+                field = ["dpkg-deb", "-f", str(archive), "Version"]
+                version = subprocess.run(field, check=True, capture_output=True, text=True).stdout.strip()
+                versions.append(f"{package} {version}")
             else:
                 command = ["npm", "pack", "--silent", package]
                 packed = subprocess.run(command, cwd=archives, check=True, capture_output=True, text=True)
@@ -70,24 +71,26 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("build/packages"), help="where packages are kept")
     args = parser.parse_args()
     report = []
+    train_bytes = 0
     for part in ("train", "heldout"):
         (args.out / part).mkdir(parents=True, exist_ok=True)
     for source in SOURCES:
         folder, versions = fetch(source, args.cache)
         documents = [(k, t) for k, t in source.read(folder) if len(t.encode()) >= _MIN_DOCUMENT_BYTES]
         train, heldout = split(documents)
-        sizes = {}
+        sizes: dict[str, int] = {}
         for part, texts in (("train", train), ("heldout", heldout)):
             text = SEPARATOR.join(texts)
             (args.out / part / f"{source.name}.txt").write_text(text, "utf-8")
             sizes[f"{part}_bytes"] = sum(len(t.encode()) for t in texts)
+        train_bytes += sizes["train_bytes"]
         row = {"name": source.name, "registry": source.registry, "packages": versions, "licence": source.licence}
         report.append({**row, "share": source.share, "documents": len(documents), **sizes})
         print(f"{source.name:14} {len(documents):6} documents {sizes['train_bytes'] / 1e6:7.2f} MB", flush=True)
     (args.out / "sources.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     heldout_texts = [(args.out / "heldout" / f"{s.name}.txt").read_text("utf-8") for s in SOURCES]
     (args.out / "heldout.txt").write_text(SEPARATOR.join(heldout_texts), "utf-8")
-    print(f"total {sum(int(r['train_bytes']) for r in report) / 1e6:.1f} MB", flush=True)
+    print(f"total {train_bytes / 1e6:.1f} MB", flush=True)
 
 
 if __name__ == "__main__":

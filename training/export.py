@@ -17,6 +17,7 @@ from torch import Tensor
 from training.model import ModelConfig, NemotronH
 
 SHIPPED_LIMIT = 7_600_000  # bytes, model and tokenizer together
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _EXPERT_GROUPS = ("experts.up_proj", "experts.down_proj")
 
 
@@ -81,17 +82,22 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     )
 
 
+def _expert_names(name: str, count: int) -> list[str]:
+    """Public names of the matrices that one stacked parameter holds."""
+    prefix, projection = name.rsplit(".", 1)
+    if prefix.endswith("shared_experts"):
+        return [f"{prefix}.{projection}.weight"]
+    return [f"{prefix}.{j}.{projection}.weight" for j in range(count)]
+
+
 def public_tensors(model: NemotronH) -> dict[str, Tensor]:
     """The model's tensors under their public names: bf16, the router in float32, one matrix per expert."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         dtype = torch.float32 if ".gate." in name else torch.bfloat16
         value = value.detach().to("cpu", dtype)
         if name.endswith(_EXPERT_GROUPS):
-            prefix, projection = name.rsplit(".", 1)
-            shared = prefix.endswith("shared_experts")
-            for j, matrix in enumerate(value):
-                tensors[f"{prefix}.{projection}.weight" if shared else f"{prefix}.{j}.{projection}.weight"] = matrix.clone()
+            tensors |= {n: matrix.clone() for n, matrix in zip(_expert_names(name, len(value)), value, strict=True)}
         else:
             tensors[name] = value.contiguous()
     return tensors
@@ -106,8 +112,8 @@ def shipped_bytes(tensors: dict[str, Tensor]) -> int:
         if (fp4 or fp8) and tensor.shape[-1] % 16:
             raise ValueError(f"{name}: {tensor.shape[-1]} inputs are not a multiple of 16")
         width = 0.5625 if fp4 else 1 if fp8 else tensor.element_size()
-        companions = 2 if fp4 else 1  # per quantised linear: weight_scale(_2), input_scale; the block scales are in 0.5625
-        total += int(tensor.numel() * width) + 110 + (companions * 115 + 8 if fp4 or fp8 else 0)
+        companions = 3 if fp4 else 2  # weight_scale, input_scale, and weight_scale_2 of NVFP4
+        total += int(tensor.numel() * width) + 110 + (companions * 115 + 8 if fp4 or fp8 else 0)  # 110: a header entry
     return total
 
 
@@ -118,7 +124,7 @@ def write_checkpoint(model: NemotronH, tokenizer: Path, out: Path, max_position_
         ValueError: the model and tokenizer would exceed ``SHIPPED_LIMIT`` in the Lightning layout.
     """
     tensors = public_tensors(model)
-    size = shipped_bytes(tensors) + sum((tokenizer / n).stat().st_size for n in ("tokenizer.json", "tokenizer_config.json"))
+    size = shipped_bytes(tensors) + sum((tokenizer / name).stat().st_size for name in _TOKENIZER_FILES)
     if size > SHIPPED_LIMIT:
         raise ValueError(f"the quantised model and its tokenizer would take {size} bytes; the limit is {SHIPPED_LIMIT}")
     out.mkdir(parents=True, exist_ok=True)
@@ -127,7 +133,7 @@ def write_checkpoint(model: NemotronH, tokenizer: Path, out: Path, max_position_
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "do_sample": True, "temperature": 0.7}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, out / name)
 
 
@@ -138,10 +144,8 @@ def load_checkpoint(folder: Path) -> NemotronH:
     state = {}
     for name in model.state_dict():
         if name.endswith(_EXPERT_GROUPS):
-            prefix, projection = name.rsplit(".", 1)
-            count = 1 if prefix.endswith("shared_experts") else model.config.n_routed_experts
-            names = [f"{prefix}.{j}.{projection}.weight" for j in range(count)]
-            state[name] = torch.stack([tensors[n if count > 1 else f"{prefix}.{projection}.weight"] for n in names]).float()
+            names = _expert_names(name, 1 if "shared_experts" in name else model.config.n_routed_experts)
+            state[name] = torch.stack([tensors[n] for n in names]).float()
         else:
             state[name] = tensors[name].float()
     model.load_state_dict(state)

@@ -166,7 +166,8 @@ class Attention(nn.Module):
         self.o_proj = RoundedLinear(queries, config.hidden_size)
 
     def forward(self, n: Tensor) -> Tensor:
-        q, k, v = (p(n).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        projected = (self.q_proj(n), self.k_proj(n), self.v_proj(n))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
@@ -230,7 +231,7 @@ class Layer(nn.Module):
     def __init__(self, kind: str, config: ModelConfig, nvfp4: Rounding, fp8: Rounding) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = {"M": lambda: Mamba2(config, fp8), "*": lambda: Attention(config), "E": lambda: MoE(config, nvfp4)}[kind]()
+        self.mixer = Mamba2(config, fp8) if kind == "M" else MoE(config, nvfp4) if kind == "E" else Attention(config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         mixed = self.mixer(self.norm(x))

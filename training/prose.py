@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 
+_OSIS_BREAK = r'<(?:div|lg|l|p|lb|chapter)\b[^>]*type="x-p"[^>]*>|<hi type="bold">Verses? [^<]*</hi>'
 _TYPOGRAPHY = str.maketrans(
     {
         "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u2015": "--",
@@ -95,7 +96,7 @@ def osis_chapters(text: str) -> Iterator[tuple[str, list[str]]]:
     text = re.sub(r"<note\b.*?</note>|<table\b.*?</table>|<title\b.*?</title>|<reference[^>]*/>", " ", text, flags=re.S)
     parts = re.split(r'<chapter [^>]*osisID="([^"]+)"[^>]*>', text)
     for name, body in zip(parts[1::2], parts[2::2], strict=True):
-        body = re.sub(r"<(?:div|lg|l|p|lb|chapter)\b[^>]*type=\"x-p\"[^>]*>|<hi type=\"bold\">Verses? [^<]*</hi>", "\n\n", body)
+        body = re.sub(_OSIS_BREAK, "\n\n", body)
         body = html.unescape(re.sub(r"<[^>]+>", "", re.sub(r"<(?:l|lb|lg)\b[^>]*>", " ", body)))
         yield name, paragraphs(body)
 

