@@ -80,9 +80,8 @@ class Front:
         try:
             for index in range(params.n):
                 name = f"{answer.request_id}.{index}"
-                request = self.engine.add_request(name, ids, _params_of_choice(params, index))
                 output = OutputText(self.tokenizer, params) if self.tokenizer else None
-                choice = Choice(index, request, output)
+                choice = Choice(index, self.engine.add_request(name, ids, _params_of_choice(params, index)), output)
                 answer.choices.append(choice)
                 self._open[name] = (answer, choice)
         except BaseException:

@@ -84,17 +84,18 @@ class LLM:
         """
         (answer,) = self._submit([prompt], sampling_params)
         shown = [(0, 0) for _ in answer.choices]  # characters and ids
+        finished = False
         try:
-            while True:
+            while not finished:
+                if not answer.finished:
+                    self.front.step()
+                finished = answer.finished
                 for choice in answer.choices:
                     num_characters, num_ids = shown[choice.index]
                     text, new_ids = choice.text[num_characters:], choice.request.output_ids[num_ids:]
                     shown[choice.index] = (num_characters + len(text), num_ids + len(new_ids))
                     if text or new_ids:
                         yield Delta(answer, choice, text, new_ids)
-                if answer.finished:
-                    return
-                self.front.step()
         finally:
             self.front.abort(answer)
 
@@ -152,9 +153,10 @@ class LLM:
         try:
             with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
                 task = progress.add_task("", total=sum(len(answer.choices) for answer in answers))
-                while self.front.has_unfinished:
-                    done = sum(delta.choice.finished for delta in self.front.step())
-                    progress.advance(task, done)
+                while not all(answer.finished for answer in answers):
+                    self.front.step()
+                    done = sum(choice.finished for answer in answers for choice in answer.choices)
+                    progress.update(task, completed=done)
         finally:
             self._withdraw(answers)
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from hemiola.config.engine import EngineConfig
 from hemiola.config.model import NemotronHConfig
 from hemiola.engine.engine import Engine
-from hemiola.errors import ConfigError
+from hemiola.errors import CheckpointError
 from hemiola.formats.checkpoint import Checkpoint
 from hemiola.formats.hub import resolve
 from hemiola.formats.manifest import Manifest
 from hemiola.model.load import load_model
-from hemiola.ops import Arm, KeptForms, Ops
+from hemiola.ops import KeptForms, Ops
 from hemiola.tap import Tap
 from hemiola.text.tokenizer import Tokenizer, read_eos_token_ids
 
@@ -26,8 +24,11 @@ _TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def shipped_model() -> Path:
-    """Folder of the small model that comes with the package."""
-    return Path(str(files("hemiola"))) / "shipped"
+    """Folder of the small model that comes with the package. Raises: CheckpointError when it is not installed."""
+    folder = Path(str(files("hemiola"))) / "shipped"
+    if not (folder / "config.json").is_file():
+        raise CheckpointError("the model that comes with hemiola is not here", where=folder, remedy="Name a model.")
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,7 @@ def load(
     folder, model_config, manifest = open_manifest(model, revision)
     dtype = _activation_dtype(config, model_config)
     router_dtype = dtype if config.router_dtype == "auto" else _TORCH_DTYPES[config.router_dtype]
-    if isinstance(config.arms, str) and config.arms not in ("reference", "device"):
-        raise ConfigError("no such arm", found=config.arms, expected="reference or device", where="arms")
-    ops = Ops(cast("Arm | Mapping[str, Arm]", config.arms), KeptForms(config.expanded_bytes), strict=config.strict)
+    ops = Ops(config.arms, KeptForms(config.expanded_bytes), strict=config.strict)
     engine = Engine(
         load_model(manifest, model_config, ops, dtype, router_dtype),
         config,
@@ -89,5 +88,5 @@ def _activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> to
 
 def _kv_is_fp8(config: EngineConfig, manifest: Manifest) -> bool:
     if config.kv_cache_dtype == "auto":
-        return manifest.kv_cache_declared == "fp8"
+        return manifest.kv_cache_declared == "fp8" or manifest.num_kv_scales > 0
     return config.kv_cache_dtype == "fp8"

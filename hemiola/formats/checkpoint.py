@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,6 +21,18 @@ from hemiola.formats.safetensors import TensorHeader, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Dtypes of more than one byte, whose payloads a file may hold at addresses that they cannot be used at.
+_WIDE_DTYPES = {
+    **{
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+        "C64": torch.complex64,
+    },
+    **{"I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+}
 _REMEDY = "Download or copy the checkpoint again, all shards and the index from the same revision."
 
 
@@ -71,8 +84,21 @@ class Checkpoint:
 
         Raises: KeyError for a name that is not in `headers`.
         """
-        view: Tensor = self._handles[self.headers[name].file].get_tensor(name)
-        return view if view.data_ptr() % view.element_size() == 0 else view.clone()
+        header = self.headers[name]
+        dtype = _WIDE_DTYPES.get(header.dtype)
+        if dtype is not None and header.offset % dtype.itemsize:
+            return _read(header, dtype)
+        view: Tensor = self._handles[header.file].get_tensor(name)
+        return view
+
+
+def _read(header: TensorHeader, dtype: torch.dtype) -> Tensor:
+    """A copy of a payload, read from the file: pages that are mapped for copying would stay resident beside it."""
+    copy = torch.empty(header.shape, dtype=dtype)
+    with header.file.open("rb") as stream:
+        stream.seek(header.offset)
+        stream.readinto(copy.flatten().view(torch.uint8).numpy())
+    return copy
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -22,14 +22,14 @@ from hemiola.ops.table import register
 
 
 def _convolve(window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """window: (..., Dc, K-1+n) raw inputs, oldest first. Returns silu of the n outputs, (..., Dc, n) float32."""
-    width = weight.shape[1]
-    n = window.shape[-1] - width + 1
-    total: torch.Tensor | float = 0.0 if bias is None else bias.float()[:, None]
-    for tap in range(width):
-        total = total + (window[..., tap : tap + n] * weight[:, tap : tap + 1]).float()
-    assert isinstance(total, torch.Tensor), "a convolution has at least one tap"
-    return torch.nn.functional.silu(total)
+    """window: (..., K-1+n, Dc) raw inputs, oldest first. Returns silu of the n outputs, (..., n, Dc) float32."""
+    taps = weight.T.contiguous()
+    n = window.shape[-2] - len(taps) + 1
+    products = (window[..., tap : tap + n, :] * taps[tap] for tap in range(len(taps)))
+    total = next(products).float() + (0.0 if bias is None else bias.float())
+    for product in products:
+        total += product
+    return torch.nn.functional.silu(total, inplace=True)
 
 
 def causal_conv1d(
@@ -47,10 +47,10 @@ def causal_conv1d(
     for start, end, slot, has_initial in rows:
         if slot < 0 or start == end:
             continue
-        history = conv_state[slot] if has_initial else torch.zeros_like(conv_state[slot])
-        window = torch.cat([history, x[start:end].T], dim=1)
-        out[start:end] = _convolve(window, weight, bias).to(x.dtype).T
-        conv_state[slot] = window[:, window.shape[1] - history.shape[1] :]
+        history = conv_state[slot].T if has_initial else x.new_zeros(conv_state.shape[2], x.shape[1])
+        window = torch.cat([history, x[start:end]])
+        out[start:end] = _convolve(window, weight, bias)
+        conv_state[slot] = window[len(window) - len(history) :].T
     return out
 
 
@@ -61,14 +61,20 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,
     state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    if state_indices.min() < 0:
+    slots = state_indices.tolist()
+    if min(slots) < 0:
         out = torch.zeros_like(x)
         live = (state_indices >= 0).nonzero().squeeze(1)
         out[live] = causal_conv1d_update(x[live], weight, bias, conv_state, state_indices[live]) if len(live) else x[:0]
         return out
-    window = torch.cat([conv_state[state_indices], x[..., None]], dim=2)
-    conv_state[state_indices] = window[..., 1:]
-    return _convolve(window, weight, bias).squeeze(-1).to(x.dtype)
+    # Slots in a row, as they mostly are, are updated where they lie.
+    is_run = slots == list(range(slots[0], slots[0] + len(slots)))
+    state = conv_state[slots[0] : slots[0] + len(slots)] if is_run else conv_state.index_select(0, state_indices)
+    window = torch.cat([state.transpose(1, 2), x[:, None]], dim=1)
+    state.copy_(window[:, 1:].transpose(1, 2))
+    if not is_run:
+        conv_state[state_indices] = state
+    return _convolve(window, weight, bias).squeeze(1).to(x.dtype)
 
 
 register(op="causal_conv1d", arm="reference", variant="torch", run=causal_conv1d, mutates=("conv_state",))

@@ -42,24 +42,33 @@ def moe_experts(
     tap: Tap | None = None,
     kept: KeptForms,
 ) -> torch.Tensor:
-    num_tokens, top_k = ids.shape
-    routed = x.new_empty(num_tokens * top_k, x.shape[1])
-    flat_weights = weights.reshape(-1, 1)
-    pairs = ids.reshape(-1).sort(stable=True)  # (token, expert) pairs, by expert
-    start = 0
-    for expert, count in zip(*(t.tolist() for t in pairs.values.unique_consecutive(return_counts=True)), strict=True):
-        rows = pairs.indices[start : start + count]
-        start += count
-        inputs = x[rows // top_k]
-        if num_tokens > 1:
-            inputs = torch.nn.functional.pad(inputs, (0, 0, 0, -count % ROW_BLOCK))
-        hidden = relu_squared(_PRODUCT[up[expert].scheme](inputs, up[expert], kept=kept).to(x.dtype))
+    experts, counts, inputs, rows = _by_expert(x, ids)
+    outputs = []
+    for expert, count, part in zip(experts, counts, inputs, strict=True):
+        hidden = relu_squared(_PRODUCT[up[expert].scheme](part, up[expert], kept=kept).to(x.dtype))
         if tap is not None:
-            tap(f"{up[expert].name}.input", inputs[:count])
+            tap(f"{up[expert].name}.input", part[:count])
             tap(f"{down[expert].name}.input", hidden[:count])
-        out = _PRODUCT[down[expert].scheme](hidden, down[expert], kept=kept)
-        routed[rows] = (out[:count] * flat_weights[rows]).to(x.dtype)
-    return routed.view(num_tokens, top_k, -1).sum(1, dtype=torch.float32).to(x.dtype)
+        outputs.append(_PRODUCT[down[expert].scheme](hidden, down[expert], kept=kept))
+    routed = (torch.cat(outputs)[rows] * weights[..., None]).to(x.dtype)
+    return routed.sum(1, dtype=torch.float32).to(x.dtype)
+
+
+def _by_expert(x: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int], Sequence[torch.Tensor], torch.Tensor]:
+    """The experts that are taken, how many tokens each has, its rows of x (whole blocks, the rest zeros), and where
+    each (token, expert) pair's row is among all of these rows, (T, top_k)."""
+    num_tokens, top_k = ids.shape
+    if num_tokens == 1:
+        return ids[0].tolist(), [1] * top_k, [x] * top_k, torch.arange(top_k)[None]
+    pairs = ids.flatten().sort(stable=True)
+    experts, counts = pairs.values.unique_consecutive(return_counts=True)
+    sizes = counts + -counts % ROW_BLOCK
+    padding_before = (sizes - counts).cumsum(0) - (sizes - counts)
+    rows = torch.empty_like(ids)
+    rows.view(-1)[pairs.indices] = torch.arange(ids.numel()) + padding_before.repeat_interleave(counts)
+    stacked = x.new_zeros(int(sizes.sum()), x.shape[1])
+    stacked[rows] = x[:, None]
+    return experts.tolist(), counts.tolist(), stacked.split(sizes.tolist()), rows
 
 
 register(op="moe_experts", arm="reference", variant="torch", run=moe_experts, keeps=True)

@@ -5,7 +5,8 @@ k_cache, v_cache: (blocks, block_size, Hkv, D), activation dtype or float8_e4m3f
 block_table: (R, max_blocks) int32; query_start_loc: (R + 1,) int32; seq_lens: (R,) int32, tokens of the request
 including this step's; 0 for a padded row, which returns zeros.
 Returns (T, Hq, D) in the activation dtype. No positional encoding exists in this family.
-Numerics: scores, softmax and the weighted sum in float32, one rounding.
+Numerics: scores and softmax in float32; the unnormalised weights exp(score - largest) are rounded to the activation
+dtype where they enter the product with the values, as in FlashAttention; their sum is not; one rounding of the result.
 
 `paged_attention_decode` is the same op for exactly one token per request (no query_start_loc).
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 import torch
 
 from hemiola.ops.table import register
+
+_QUERY_TILE = 128  # bounds the scores held at once
 
 
 def paged_attention_prefill(
@@ -68,14 +71,20 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: fl
     """q: (n, Hq, D), the last n tokens of the request; keys, values: (Hkv, length, D) float32."""
     n, num_heads, head_dim = q.shape
     kv_heads, length, _ = keys.shape
-    per_kv = num_heads // kv_heads
-    queries = q.float().transpose(0, 1).view(kv_heads, per_kv, n, head_dim)
-    keys, values = (t[:, None].expand(-1, per_kv, -1, -1) for t in (keys, values))
-    past = None if n in (1, length) else torch.ones(n, length, dtype=torch.bool).tril(length - n)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=past, is_causal=n == length > 1, scale=scale
-    )
-    return out.view(num_heads, n, head_dim).transpose(0, 1).to(q.dtype)
+    queries = q.float().transpose(0, 1).reshape(kv_heads, -1, n, head_dim)  # heads as (Hkv, per KV head)
+    out = torch.empty_like(queries)
+    for low in range(0, n, _QUERY_TILE):
+        high = min(low + _QUERY_TILE, n)
+        seen = length - n + high  # keys that this tile's last query may look at
+        tile = queries[:, :, low:high].flatten(1, 2)
+        scores = (tile @ keys[:, :seen].transpose(1, 2) * scale).unflatten(1, (-1, high - low))
+        if high - low > 1:
+            future = torch.ones(high - low, seen, dtype=torch.bool).triu(seen - (high - low) + 1)
+            scores = scores.masked_fill(future, -torch.inf)
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        mixed = weights.to(q.dtype).float().flatten(1, 2) @ values[:, :seen]
+        out[:, :, low:high] = mixed.unflatten(1, (-1, high - low)) / weights.sum(-1, keepdim=True)
+    return out.reshape(num_heads, n, head_dim).transpose(0, 1).to(q.dtype)
 
 
 register(op="paged_attention_prefill", arm="reference", variant="torch", run=paged_attention_prefill)

@@ -31,7 +31,8 @@ def ssd_update(
     state_indices: torch.Tensor,
     dt_limit: tuple[float, float],
 ) -> torch.Tensor:
-    if state_indices.min() < 0:
+    slots = state_indices.tolist()
+    if min(slots) < 0:
         y = torch.zeros_like(x)
         live = (state_indices >= 0).nonzero().squeeze(1)
         if len(live):
@@ -42,14 +43,17 @@ def ssd_update(
     groups, state_size = B.shape[1:]
     step = torch.nn.functional.softplus(dt.float() + dt_bias).clamp(*dt_limit)
     decay = torch.exp(A * step)[..., None, None]
-    per_head = num_heads // groups
-    scaled_b = B.float().repeat_interleave(per_head, 1) * step[..., None]
+    scaled_b = B.float()[:, :, None] * step.view(num_rows, groups, -1, 1)
     wide_x = x.float()
-    state = ssm_state[state_indices] * decay
-    state += wide_x[..., None] * scaled_b[:, :, None, :]
-    ssm_state[state_indices] = state
-    by_group = state.view(num_rows, groups, per_head * head_dim, state_size)
-    y = (by_group @ C.float()[..., None]).view(num_rows, num_heads, head_dim)
+    # Slots in a row, as they mostly are, are updated where they lie.
+    is_run = slots == list(range(slots[0], slots[0] + num_rows))
+    state = ssm_state[slots[0] : slots[0] + num_rows] if is_run else ssm_state.index_select(0, state_indices)
+    state *= decay
+    state += wide_x[..., None] * scaled_b.view(num_rows, num_heads, 1, state_size)
+    if not is_run:
+        ssm_state[state_indices] = state
+    by_group = state.view(num_rows, groups, -1, state_size)
+    y = (C.float()[:, :, None] @ by_group.transpose(2, 3)).view(num_rows, num_heads, head_dim)
     return (y + wide_x * D[:, None]).to(x.dtype)
 
 

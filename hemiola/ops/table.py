@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from hemiola.errors import ConfigError, UnsupportedPath
 from hemiola.ops.kept import KeptForms
@@ -79,7 +79,7 @@ class Ops:
         reference arm and is counted there with the reason.
     """
 
-    def __init__(self, policy: Arm | Mapping[str, Arm], kept: KeptForms, *, strict: bool = True) -> None:
+    def __init__(self, policy: str | Mapping[str, str], kept: KeptForms, *, strict: bool = True) -> None:
         if isinstance(policy, str):
             policy = dict.fromkeys(_registry, policy)
         for op, arm in policy.items():
@@ -94,7 +94,7 @@ class Ops:
         self.strict = strict
         self._counts: Counter[Path] = Counter()
         for op in _registry:
-            setattr(self, op, self._bind(op, policy.get(op, "reference")))
+            setattr(self, op, self._bind(op, cast(Arm, policy.get(op, "reference"))))
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         raise AttributeError(f"no op {op!r} is registered; registered are {', '.join(sorted(_registry))}")

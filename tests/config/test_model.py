@@ -521,7 +521,7 @@ class TestFile:
 
     def test_errors_name_the_file(self, tmp_path: Path) -> None:
         file = tmp_path / "config.json"
-        with pytest.raises(ConfigError, match="config.json: no such file"):
+        with pytest.raises(ConfigError, match=r"config\.json: no such file"):
             NemotronHConfig.from_folder(tmp_path)
         for text, message in [("{,}", "not valid JSON"), ("[1]", "not a JSON object"), ("\xff", "not valid JSON")]:
             file.write_text(text, encoding="latin-1")

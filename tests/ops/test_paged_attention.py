@@ -110,7 +110,7 @@ def test_every_split_of_a_prompt_gives_the_same_rows() -> None:
 
 
 def test_bf16_ledger() -> None:
-    """Scores, softmax and sum in float32 and one rounding."""
+    """Scores, softmax and its sum in float32; the unnormalised weights rounded for the product; one rounding."""
     g = generator(3)
     paged = Paged(g, [48], 2, torch.bfloat16)
     q = randn(g, 48, 4, HEAD_DIM, dtype=torch.bfloat16)
@@ -118,22 +118,44 @@ def test_bf16_ledger() -> None:
         q, paged.k_cache, paged.v_cache, paged.table, starts_of([48]), paged.lens, SCALE, 1.0, 1.0
     )
     keys, values = (t[0].double().repeat_interleave(2, 1) for t in (paged.keys, paged.values))
-    scores = torch.einsum("ihd,jhd->hij", q.double(), keys)
+    exact = torch.einsum("ihd,jhd->hij", q.double(), keys)
     past = torch.ones(48, 48).tril().bool()
 
-    def attended(scores: Tensor, round_weights: bool = False) -> Tensor:
-        weights = torch.softmax(scores.masked_fill(~past, -math.inf), -1)
-        return torch.einsum("hij,jhd->ihd", bf16(weights) if round_weights else weights, values)
+    def attended(scores: Tensor, rounded: str = "numerator") -> Tensor:
+        scores = scores.masked_fill(~past, -math.inf)
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        total = weights.sum(-1, keepdim=True)
+        if rounded == "normalised":
+            return torch.einsum("hij,jhd->ihd", bf16(weights / total), values)
+        if rounded == "both":
+            total = bf16(weights).sum(-1, keepdim=True)
+        if rounded != "nothing":
+            weights = bf16(weights)
+        return torch.einsum("hij,jhd->ihd", weights, values) / total.permute(1, 0, 2)
 
     assert_ledger(
         out,
-        attended(scores * SCALE),
+        attended(exact * SCALE),
         {
-            "rounded scores": attended(bf16(scores) * SCALE),
+            "rounded scores": attended(bf16(exact) * SCALE),
             "a rounded scaled query": attended(torch.einsum("ihd,jhd->hij", bf16(q.double() * SCALE), keys)),
-            "rounded weights": attended(scores * SCALE, round_weights=True),
+            "weights left in float32": attended(exact * SCALE, "nothing"),
+            "normalised weights rounded": attended(exact * SCALE, "normalised"),
+            "the sum taken of rounded weights": attended(exact * SCALE, "both"),
         },
     )
+
+
+@pytest.mark.parametrize("n", [127, 128, 129, 300])
+def test_more_queries_than_a_tile_holds(n: int) -> None:
+    g = generator(n)
+    keys, values, q = randn(g, 320, 1, HEAD_DIM), randn(g, 320, 1, HEAD_DIM), randn(g, n, 2, HEAD_DIM)
+    cache = [t.view(80, BLOCK_SIZE, 1, HEAD_DIM) for t in (keys, values)]
+    table, lens = torch.arange(80, dtype=torch.int32)[None], torch.tensor([320])
+    out = paged_attention_prefill(q, *cache, table, starts_of([n]), lens, SCALE, 1.0, 1.0)
+    scores = torch.einsum("ihd,jd->hij", q.double(), keys[:, 0].double()) * SCALE
+    scores = scores.masked_fill(torch.ones(n, 320).triu(320 - n + 1).bool(), -math.inf)
+    assert_close(out, torch.einsum("hij,jd->ihd", scores.softmax(-1), values[:, 0].double()), 1e-5)
 
 
 def test_fp8_codes_are_multiplied_by_their_own_scales() -> None:

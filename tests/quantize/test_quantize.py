@@ -274,6 +274,7 @@ def test_the_report_counts_what_is_there(case: Case, scheme: str) -> None:
         squares = sum(float(w.double().square().sum()) for _, w in pairs)
         errors = sum(float((q - w).double().square().sum()) for q, w in pairs)
         assert error == pytest.approx((errors / squares) ** 0.5, rel=1e-4)
+        assert error < (0.027 if wanted is Scheme.FP8 else 0.09), "plain amax encoding of NVFP4 has 0.095"
 
 
 def test_shards_follow_the_source_and_hold_the_same_modules(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Nemotron-H one token at a time in float64, from a checkpoint folder's own files: the reference of every batch and split.
+"""Nemotron-H one token at a time in float64, from a checkpoint folder's own files: what every batch must equal.
 
 Written from the formulas, apart from the package: it shares nothing with it, has no chunks, no batches and no caches
 besides a request's own lists, and reads plain (float32 or bfloat16) weights only.

@@ -55,7 +55,9 @@ class ScriptedModel:
         """All but one id are far below."""
         ids = hidden.squeeze(1).long()
         assert (ids >= 0).all(), "nothing is scripted here: inside of a prompt, or after the script's end"
-        return torch.zeros(len(ids), self.config.vocab_size).index_put_((torch.arange(len(ids)), ids), torch.tensor(9.0))
+        return torch.zeros(len(ids), self.config.vocab_size).index_put_(
+            (torch.arange(len(ids)), ids), torch.tensor(9.0)
+        )
 
     def _next(self, consumed: list[int]) -> int:
         for prompt, ids in self.scripts.items():

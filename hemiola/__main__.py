@@ -1,0 +1,5 @@
+"""`python -m hemiola` is the `hemiola` command."""
+
+from hemiola.cli import main
+
+main()

@@ -1,0 +1,52 @@
+"""The command line: `hemiola generate`, `inspect`, `quantize`; one file per command.
+
+Commands import torch and the engine only when they run, so that `hemiola --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from hemiola import __version__
+from hemiola.cli.ending import Commands
+from hemiola.cli.generate import generate
+from hemiola.cli.inspect import inspect
+from hemiola.cli.quantize import quantize
+
+app = typer.Typer(
+    cls=Commands,
+    help="An inference engine for NVIDIA's Nemotron-H family of hybrid language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(inspect)
+app.command()(quantize)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hemiola {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+def main() -> None:
+    """Entry point of the `hemiola` script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
+    app(prog_name="hemiola")

@@ -1,0 +1,173 @@
+"""`hemiola generate`: answers to one prompt as they appear, or to many as one batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hemiola.cli.answers import batch_figures, run_figures, stream_answer, write_answers, write_json
+from hemiola.cli.prompts import read_prompts
+from hemiola.cli.settings import engine_option, given, parse_arms, parse_biases, parse_bytes, sampling_option
+from hemiola.config.engine import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from hemiola.config.sampling import SamplingParams
+from hemiola.errors import RequestError
+
+if TYPE_CHECKING:
+    from hemiola.front import Prompt
+    from hemiola.llm import LLM
+
+
+def generate(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint folder or hub id.", show_default="the small model that comes with hemiola"),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; repeatable. Without any, standard input is the prompt.")
+    ] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="UTF-8 text, one prompt per line; all run as one batch.")
+    ] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON, a list of lists of token ids; all run as one batch.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user's message through the chat template.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write one JSON object per prompt and line, in order, and nothing else to stdout: prompt_ids, "
+            "output_ids, text, finish_reason, logprobs (per output token a list of pairs of id and log-probability, "
+            "best first) and prompt_logprobs (the same per prompt token, null for the first). Both are null when not "
+            "asked for; a log-probability of -inf is null; text is empty without a tokenizer. With --n above 1, one "
+            "object per choice, with its index as choice.",
+        ),
+    ] = False,
+    n: Annotated[int | None, sampling_option("n", "Choices per prompt.")] = None,
+    max_tokens: Annotated[int | None, sampling_option("max_tokens", "New tokens at most.")] = None,
+    min_tokens: Annotated[int | None, sampling_option("min_tokens", "New tokens before anything may end it.")] = None,
+    temperature: Annotated[float | None, sampling_option("temperature", "0 is greedy.")] = None,
+    top_k: Annotated[int | None, sampling_option("top_k", "Sample from the k best; 0 is all.")] = None,
+    top_p: Annotated[float | None, sampling_option("top_p", "Sample from the best of this probability.")] = None,
+    min_p: Annotated[
+        float | None, sampling_option("min_p", "Drop what is less likely than this part of the best.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, sampling_option("repetition_penalty", "Over prompt and output.")
+    ] = None,
+    presence_penalty: Annotated[float | None, sampling_option("presence_penalty", "Over the output.")] = None,
+    frequency_penalty: Annotated[float | None, sampling_option("frequency_penalty", "Over the output.")] = None,
+    logit_bias: Annotated[
+        list[str] | None, sampling_option("logit_bias", "Added to a token's logit; repeatable.", metavar="ID=VALUE")
+    ] = None,
+    seed: Annotated[
+        int | None, sampling_option("seed", "Of every prompt's draws, so that a prompt alone repeats its answer.")
+    ] = None,
+    stop: Annotated[list[str] | None, sampling_option("stop", "End before this text; repeatable.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, sampling_option("stop_token_ids", "End at this id; repeatable.", "--stop-token-id")
+    ] = None,
+    ignore_eos: Annotated[bool, sampling_option("ignore_eos", "Go on after the end.", "--ignore-eos")] = False,
+    include_stop_str_in_output: Annotated[
+        bool, sampling_option("include_stop_str_in_output", "Keep the stop text.", "--include-stop-str-in-output")
+    ] = False,
+    keep_special_tokens: Annotated[
+        bool, sampling_option("skip_special_tokens", "Show special tokens too.", "--keep-special-tokens")
+    ] = False,
+    logprobs: Annotated[int | None, sampling_option("logprobs", "Alternatives per token; -1 is all.")] = None,
+    prompt_logprobs: Annotated[
+        int | None, sampling_option("prompt_logprobs", "Alternatives per prompt token; -1 is all.")
+    ] = None,
+    dtype: Annotated[
+        str | None, engine_option("dtype", f"Numeric mode: {', '.join(DTYPES)} (auto follows the checkpoint).")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, engine_option("kv_cache_dtype", f"{', '.join(KV_CACHE_DTYPES)} (auto follows the checkpoint).")
+    ] = None,
+    router_dtype: Annotated[
+        str | None, engine_option("router_dtype", f"Of the router's weight: {', '.join(DTYPES)} (auto is dtype).")
+    ] = None,
+    block_size: Annotated[int | None, engine_option("block_size", "Tokens per KV block.")] = None,
+    max_num_batched_tokens: Annotated[int | None, engine_option("max_num_batched_tokens", "Tokens per step.")] = None,
+    max_num_seqs: Annotated[int | None, engine_option("max_num_seqs", "Requests that run together.")] = None,
+    max_model_len: Annotated[
+        int | None, engine_option("max_model_len", "Tokens of prompt and output; the model's own where not given.")
+    ] = None,
+    cache_bytes: Annotated[
+        int | None,
+        engine_option("cache_bytes", "For KV blocks and states, such as 512MiB.", parser=parse_bytes, metavar="BYTES"),
+    ] = None,
+    expanded_bytes: Annotated[
+        int | None,
+        engine_option(
+            "expanded_bytes",
+            "For expanded weights of the reference arm; half of the memory where not given.",
+            parser=parse_bytes,
+            metavar="BYTES",
+        ),
+    ] = None,
+    arms: Annotated[
+        str | None,
+        engine_option(
+            "arms",
+            "Arm of every op (reference, device), or OP=ARM,... for single ops.",
+            parser=parse_arms,
+            metavar="ARMS",
+        ),
+    ] = None,
+    no_strict: Annotated[
+        bool, engine_option("strict", "Allow counted fallbacks to the reference arm.", "--no-strict")
+    ] = False,
+) -> None:
+    """Generate text. A single prompt streams; a terminal shows the prompt dim, a pipe gets the answer alone."""
+    prompts = read_prompts(prompt or [], prompt_file, prompt_ids)
+    if chat and prompt_ids is not None:
+        raise RequestError("a chat template needs text", found="--chat with --prompt-ids", expected="text prompts")
+    options = ctx.params | {
+        "logit_bias": parse_biases(logit_bias or []),
+        "skip_special_tokens": not keep_special_tokens,
+        "strict": not no_strict,
+    }
+    params = SamplingParams(**given(SamplingParams, options))
+
+    from hemiola.llm import LLM
+
+    llm = LLM(model, revision=revision, **given(EngineConfig, options))
+    for note in llm.loaded.notes:
+        typer.echo(f"note: {note}", err=True)
+    inputs = [_chat_ids(llm, text) for text in prompts] if chat else prompts
+    shown = [_shown(text, chat) for text in prompts]
+    if len(prompts) == 1 and params.n == 1 and not as_json:
+        figures = stream_answer(llm, inputs[0], params, shown[0])
+    else:
+        start = time.perf_counter()
+        outputs = llm.generate(inputs, [params] * len(inputs))
+        figures = batch_figures(outputs, time.perf_counter() - start)
+        if as_json:
+            write_json(outputs)
+        else:
+            write_answers(llm, outputs, shown)
+    typer.echo(f"{figures}; {run_figures(llm)}", err=True)
+
+
+def _chat_ids(llm: LLM, text: Prompt) -> Sequence[int]:
+    """A user's message as the ids of a chat prompt. Raises: RequestError without a tokenizer or a template."""
+    tokenizer = llm.loaded.tokenizer
+    if tokenizer is None:
+        raise RequestError("chat needs a tokenizer, and this model has none")
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def _shown(prompt: Prompt, is_chat: bool) -> str | None:
+    """What a terminal shows before an answer; nothing for ids."""
+    if not isinstance(prompt, str):
+        return None
+    return prompt + "\n" if is_chat else prompt
