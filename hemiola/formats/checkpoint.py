@@ -23,14 +23,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Dtypes of more than one byte, whose payloads a file may hold at addresses that they cannot be used at.
 _WIDE_DTYPES = {
-    **{
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F32": torch.float32,
-        "F64": torch.float64,
-        "C64": torch.complex64,
-    },
-    **{"I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+    **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
+    **{"I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64},
     **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
 }
 _REMEDY = "Download or copy the checkpoint again, all shards and the index from the same revision."
@@ -97,7 +91,7 @@ def _read(header: TensorHeader, dtype: torch.dtype) -> Tensor:
     copy = torch.empty(header.shape, dtype=dtype)
     with header.file.open("rb") as stream:
         stream.seek(header.offset)
-        stream.readinto(copy.flatten().view(torch.uint8).numpy())
+        stream.readinto(copy.flatten().view(torch.uint8).numpy().data)
     return copy
 
 
