@@ -111,6 +111,13 @@ def _form(stored: StoredModule) -> str:
     return stored.dtype.lower() if stored.scheme is Scheme.PLAIN else stored.scheme.value
 
 
+def _form_in_run(stored: StoredModule) -> str:
+    """The router's gate is the one module whose form follows the run (EngineConfig.router_dtype)."""
+    if stored.role is Role.ROUTER and stored.is_linear:
+        return f"{_form(stored)}, rounded to bf16 in bf16 mode"
+    return _IN_RUN.get(stored.scheme, _form(stored))
+
+
 def _token_bytes(role: Role, stored_bytes: int, config: NemotronHConfig) -> int:
     """Weight bytes that one decoded token reads: of the embedding a row, of the experts the chosen ones, else all."""
     if role is Role.EMBEDDING:
@@ -154,7 +161,7 @@ def build_report(manifest: Manifest, config: NemotronHConfig) -> Inspection:
         mtp_bytes=manifest.mtp_bytes,
         roles=roles,
         modules=tuple(
-            ModuleLine(m.name, m.role.value, m.shape, _form(m), _IN_RUN.get(m.scheme, _form(m)), m.stored_bytes)
+            ModuleLine(m.name, m.role.value, m.shape, _form(m), _form_in_run(m), m.stored_bytes)
             for m in manifest.modules
         ),
         stored_bytes=sum(line.stored_bytes for line in roles),

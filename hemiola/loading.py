@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hemiola.config.engine import EngineConfig
-from hemiola.config.model import NemotronHConfig
+from hemiola.config.model import LayerKind, NemotronHConfig
 from hemiola.engine.engine import Engine
 from hemiola.errors import CheckpointError
 from hemiola.formats.checkpoint import Checkpoint
@@ -44,7 +44,12 @@ class Loaded:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know and that is no error: unknown keys, disagreements, clamped settings, fallbacks."""
-        return (*self.config.warnings, *self.manifest.reports, *self.engine.plan.notes)
+        notes = [*self.config.warnings, *self.manifest.reports, *self.engine.plan.notes]
+        # The manifest reports missing KV scales where the checkpoint asks for an FP8 cache; here a setting did.
+        is_set = self.engine.config.kv_cache_dtype == "fp8" and self.config.count(LayerKind.ATTENTION) > 0
+        if is_set and not _asks_for_fp8_kv(self.manifest):
+            notes.append("kv_cache_dtype fp8: the checkpoint has no KV scales, 1.0 is used in every attention layer")
+        return tuple(notes)
 
 
 def open_manifest(model: str | Path | None, revision: str | None = None) -> tuple[Path, NemotronHConfig, Manifest]:
@@ -87,6 +92,9 @@ def _activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> to
 
 
 def _kv_is_fp8(config: EngineConfig, manifest: Manifest) -> bool:
-    if config.kv_cache_dtype == "auto":
-        return manifest.kv_cache_declared == "fp8" or manifest.num_kv_scales > 0
-    return config.kv_cache_dtype == "fp8"
+    return _asks_for_fp8_kv(manifest) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype == "fp8"
+
+
+def _asks_for_fp8_kv(manifest: Manifest) -> bool:
+    """Whether the checkpoint declares an FP8 KV cache or, undeclared, stores scales for one."""
+    return manifest.kv_cache_declared == "fp8" or manifest.num_kv_scales > 0

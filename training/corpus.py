@@ -2,8 +2,9 @@
 
     apt-get update && python -m training.corpus --out build/corpus
 
-Writes ``train/<source>.txt`` and ``heldout/<source>.txt`` (documents separated by a line that holds one form feed) and
-``sources.json`` (package versions, licences, bytes). Needs apt-get, dpkg-deb and npm; installs nothing.
+Writes ``train/<source>.txt`` and ``heldout/<source>.txt`` (documents separated by a line that holds one form feed),
+``calibration.txt`` (the beginning of each source's training text) and ``sources.json`` (package versions, licences,
+bytes). Needs apt-get, dpkg-deb and npm; installs nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from training.sources import SOURCES, Source
 
 SEPARATOR = "\n\f\n"
 HELDOUT_SHARE = 0.02
+CALIBRATION_CHARS = 1 << 15  # of each source
 _MIN_DOCUMENT_BYTES = 400
 
 
@@ -90,6 +92,8 @@ def main() -> None:
     (args.out / "sources.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     heldout_texts = [(args.out / "heldout" / f"{s.name}.txt").read_text("utf-8") for s in SOURCES]
     (args.out / "heldout.txt").write_text(SEPARATOR.join(heldout_texts), "utf-8")
+    starts = [(args.out / "train" / f"{s.name}.txt").read_text("utf-8")[:CALIBRATION_CHARS] for s in SOURCES]
+    (args.out / "calibration.txt").write_text(SEPARATOR.join(starts), "utf-8")
     print(f"total {train_bytes / 1e6:.1f} MB", flush=True)
 
 

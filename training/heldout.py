@@ -33,6 +33,8 @@ def heldout_stream(tokens: Path) -> tuple[Tensor, int]:
 @torch.no_grad()
 def bits_per_byte(model: NemotronH, ids: Tensor, nbytes: int, length: int, batch: int = 32, bf16: bool = True) -> float:
     """Bits per byte of the stream in windows of ``length`` predictions. ``bf16``: products in bf16, else float32."""
+    was_training = model.training
+    model.eval()
     device = model.lm_head.weight.device
     count = -(-(len(ids) - 1) // length)
     inputs = F.pad(ids[:-1], (0, count * length - len(ids) + 1), value=END_ID).view(count, length)
@@ -43,4 +45,5 @@ def bits_per_byte(model: NemotronH, ids: Tensor, nbytes: int, length: int, batch
             logits, _ = model(inputs[at : at + batch].to(device))
         wanted = targets[at : at + batch].flatten().to(device)
         nats += F.cross_entropy(logits.flatten(0, 1).float(), wanted, ignore_index=_IGNORED, reduction="sum").item()
+    model.train(was_training)
     return nats / math.log(2) / nbytes

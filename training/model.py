@@ -39,6 +39,7 @@ class ModelConfig:
     shared_intermediate_size: int = 128
     routed_scaling_factor: float = 2.5
     norm_eps: float = 1e-5
+    dropout: float = 0.0  # of the embedding and of each mixer's output, in training mode only
 
     @property
     def mamba_inner(self) -> int:
@@ -231,12 +232,13 @@ class Layer(nn.Module):
     def __init__(self, kind: str, config: ModelConfig, nvfp4: Rounding, fp8: Rounding) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
         self.mixer = Mamba2(config, fp8) if kind == "M" else MoE(config, nvfp4) if kind == "E" else Attention(config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         mixed = self.mixer(self.norm(x))
         mixed, load = mixed if isinstance(mixed, tuple) else (mixed, None)
-        return x + mixed, load
+        return x + self.dropout(mixed), load
 
 
 class Backbone(nn.Module):
@@ -254,6 +256,7 @@ class NemotronH(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.dropout = nn.Dropout(config.dropout)
         self.nvfp4, self.fp8 = Rounding("nvfp4"), Rounding("fp8")
         self.backbone = Backbone(config, self.nvfp4, self.fp8)
         self.lm_head = RoundedLinear(config.hidden_size, config.vocab_size, self.nvfp4)
@@ -265,7 +268,7 @@ class NemotronH(nn.Module):
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids (B, T) -> (logits (B, T, V), expert loads (number of E layers, E))."""
-        x, loads = self.backbone.embeddings(ids), []
+        x, loads = self.dropout(self.backbone.embeddings(ids)), []
         for layer in self.backbone.layers:
             x, load = layer(x)
             loads += [] if load is None else [load]

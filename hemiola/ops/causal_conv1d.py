@@ -16,18 +16,18 @@ Source: vLLM 0.25.0 layers/mamba/ops/causal_conv1d.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hemiola.ops.table import register
 
 
-def _convolve(window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """window: (..., K-1+n, Dc) raw inputs, oldest first. Returns silu of the n outputs, (..., n, Dc) float32."""
-    taps = weight.T.contiguous()
-    n = window.shape[-2] - len(taps) + 1
-    products = (window[..., tap : tap + n, :] * taps[tap] for tap in range(len(taps)))
-    total = next(products).float() + (0.0 if bias is None else bias.float())
-    for product in products:
+def _activated(products: Iterable[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    """silu of bias plus products, oldest tap first, each (n, Dc) in the activation dtype; float32."""
+    first, *others = products
+    total = first.float() + (0.0 if bias is None else bias.float())
+    for product in others:
         total += product
     return torch.nn.functional.silu(total, inplace=True)
 
@@ -42,6 +42,7 @@ def causal_conv1d(
     has_initial_state: torch.Tensor,
 ) -> torch.Tensor:
     out = torch.zeros_like(x)
+    taps = weight.T.contiguous()
     starts = query_start_loc.tolist()
     rows = zip(starts, starts[1:], state_indices.tolist(), has_initial_state.tolist(), strict=False)
     for start, end, slot, has_initial in rows:
@@ -49,7 +50,8 @@ def causal_conv1d(
             continue
         history = conv_state[slot].T if has_initial else x.new_zeros(conv_state.shape[2], x.shape[1])
         window = torch.cat([history, x[start:end]])
-        out[start:end] = _convolve(window, weight, bias)
+        products = (window[tap : tap + end - start] * taps[tap] for tap in range(len(taps)))
+        out[start:end] = _activated(products, bias)
         conv_state[slot] = window[len(window) - len(history) :].T
     return out
 
@@ -70,11 +72,11 @@ def causal_conv1d_update(
     # Slots in a row, as they mostly are, are updated where they lie.
     is_run = slots == list(range(slots[0], slots[0] + len(slots)))
     state = conv_state[slots[0] : slots[0] + len(slots)] if is_run else conv_state.index_select(0, state_indices)
-    window = torch.cat([state.transpose(1, 2), x[:, None]], dim=1)
-    state.copy_(window[:, 1:].transpose(1, 2))
+    window = torch.cat([state, x[..., None]], dim=2)
+    state.copy_(window[..., 1:])
     if not is_run:
         conv_state[state_indices] = state
-    return _convolve(window, weight, bias).squeeze(1).to(x.dtype)
+    return _activated((window * weight).unbind(-1), bias).to(x.dtype)
 
 
 register(op="causal_conv1d", arm="reference", variant="torch", run=causal_conv1d, mutates=("conv_state",))

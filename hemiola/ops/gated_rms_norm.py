@@ -17,10 +17,9 @@ from hemiola.ops.table import register
 
 
 def gated_rms_norm(y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float) -> torch.Tensor:
-    gated = y.float() * torch.nn.functional.silu(z.float())
-    groups = gated.unflatten(-1, (-1, group_size))
-    scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
-    normalised: torch.Tensor = (groups * scale).flatten(-2).to(y.dtype)
+    groups = (torch.nn.functional.silu(z.float()) * y.float()).view(y.shape[0], -1, group_size)
+    scale = groups.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normalised: torch.Tensor = (groups * scale).view(y.shape).to(y.dtype)
     return normalised * weight
 
 

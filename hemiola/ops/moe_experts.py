@@ -50,16 +50,20 @@ def moe_experts(
             tap(f"{up[expert].name}.input", part[:count])
             tap(f"{down[expert].name}.input", hidden[:count])
         outputs.append(_PRODUCT[down[expert].scheme](hidden, down[expert], kept=kept))
-    routed = (torch.cat(outputs)[rows] * weights[..., None]).to(x.dtype)
+    by_pair = torch.cat(outputs)[rows] if rows is not None else torch.cat(outputs)[None]
+    routed = (by_pair * weights[..., None]).to(x.dtype)
     return routed.sum(1, dtype=torch.float32).to(x.dtype)
 
 
-def _by_expert(x: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int], Sequence[torch.Tensor], torch.Tensor]:
+def _by_expert(
+    x: torch.Tensor, ids: torch.Tensor
+) -> tuple[list[int], list[int], Sequence[torch.Tensor], torch.Tensor | None]:
     """The experts that are taken, how many tokens each has, its rows of x (whole blocks, the rest zeros), and where
-    each (token, expert) pair's row is among all of these rows, (T, top_k)."""
+    each (token, expert) pair's row is among all of these rows, (T, top_k); None for a single token, whose are in order.
+    """
     num_tokens, top_k = ids.shape
     if num_tokens == 1:
-        return ids[0].tolist(), [1] * top_k, [x] * top_k, torch.arange(top_k)[None]
+        return ids[0].tolist(), [1] * top_k, [x] * top_k, None
     pairs = ids.flatten().sort(stable=True)
     experts, counts = pairs.values.unique_consecutive(return_counts=True)
     sizes = counts + -counts % ROW_BLOCK

@@ -38,7 +38,7 @@ def paged_attention_prefill(
             continue
         keys = _gather(k_cache, block_table[row], length, k_scale)
         values = _gather(v_cache, block_table[row], length, v_scale)
-        out[start:end] = _attend(q[start:end], keys, values, scale)
+        _attend(q[start:end], keys, values, scale, out[start:end])
     return out
 
 
@@ -61,30 +61,28 @@ def _gather(cache: torch.Tensor, blocks: torch.Tensor, length: int, scale: float
     block_size = cache.shape[1]
     used = blocks[: -(-length // block_size)]
     if cache.dtype == torch.float8_e4m3fn:
-        tokens = cache.view(torch.uint8)[used].view(cache.dtype).float() * scale
+        tokens = cache.view(torch.uint8).index_select(0, used).view(cache.dtype).float() * scale
     else:
-        tokens = cache[used].float()
+        tokens = cache.index_select(0, used).float()
     return tokens.flatten(0, 1)[:length].transpose(0, 1)
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """q: (n, Hq, D), the last n tokens of the request; keys, values: (Hkv, length, D) float32."""
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """q: (n, Hq, D), the last n tokens of the request; keys, values: (Hkv, length, D) float32; out: as q, written."""
     n, num_heads, head_dim = q.shape
     kv_heads, length, _ = keys.shape
-    queries = q.float().transpose(0, 1).reshape(kv_heads, -1, n, head_dim)  # heads as (Hkv, per KV head)
-    out = torch.empty_like(queries)
+    queries = q.float().view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # (Hkv, heads per KV head, n, D)
     for low in range(0, n, _QUERY_TILE):
         high = min(low + _QUERY_TILE, n)
-        seen = length - n + high  # keys that this tile's last query may look at
-        tile = queries[:, :, low:high].flatten(1, 2)
-        scores = (tile @ keys[:, :seen].transpose(1, 2) * scale).unflatten(1, (-1, high - low))
-        if high - low > 1:
-            future = torch.ones(high - low, seen, dtype=torch.bool).triu(seen - (high - low) + 1)
-            scores = scores.masked_fill(future, -torch.inf)
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        mixed = weights.to(q.dtype).float().flatten(1, 2) @ values[:, :seen]
-        out[:, :, low:high] = mixed.unflatten(1, (-1, high - low)) / weights.sum(-1, keepdim=True)
-    return out.reshape(num_heads, n, head_dim).transpose(0, 1).to(q.dtype)
+        tile, seen = high - low, length - n + high  # keys that this tile's last query may look at
+        rows = queries[:, :, low:high].reshape(kv_heads, -1, head_dim)
+        scores = (rows @ keys[:, :seen].transpose(1, 2)).mul_(scale)
+        if tile > 1:
+            future = torch.ones(tile, tile, dtype=torch.bool).triu(1)
+            scores.view(kv_heads, -1, tile, seen)[..., seen - tile :].masked_fill_(future, -torch.inf)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        mixed = weights.to(q.dtype).float() @ values[:, :seen] / weights.sum(-1, keepdim=True)
+        out[low:high] = mixed.view(num_heads, tile, head_dim).transpose(0, 1)
 
 
 register(op="paged_attention_prefill", arm="reference", variant="torch", run=paged_attention_prefill)

@@ -23,8 +23,8 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype), total
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight.float()).to(x.dtype), total
 
 
 register(op="rms_norm", arm="reference", variant="torch", run=rms_norm)

@@ -17,11 +17,13 @@ Source: Mamba-2 paper (arXiv 2405.21060) section 6; vLLM 0.25.0 layers/mamba/ops
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
 
 import torch
 
 from hemiola.ops.table import register
+
+_ELEMENTS = 1 << 22  # bounds the scores and weighted inputs of the chunks that are computed together
 
 
 def ssd_scan(
@@ -41,22 +43,36 @@ def ssd_scan(
 ) -> torch.Tensor:
     y = torch.zeros_like(x)
     step = torch.nn.functional.softplus(dt.float() + dt_bias).clamp(*dt_limit)
+    at_once = max(1, _ELEMENTS // (x.shape[1] * chunk_size * max(chunk_size, B.shape[2])))
     starts = query_start_loc.tolist()
     rows = zip(starts, starts[1:], state_indices.tolist(), num_computed.tolist(), strict=False)
     for start, end, slot, computed in rows:
         if slot < 0 or start == end:
             continue
         state = ssm_state[slot].clone() if computed else torch.zeros_like(ssm_state[slot])
-        first_edge = start + chunk_size - computed % chunk_size
-        edges = [start, *range(first_edge, end, chunk_size), end]
-        for low, high in pairwise(edges):
+        for low, high, num_chunks in _pieces(start, end, computed, chunk_size, at_once):
             part = slice(low, high)
-            y[part], state = _chunk(x[part], step[part], A, B[part], C[part], D, state)
+            y[part], state = _chunks(num_chunks, x[part], step[part], A, B[part], C[part], D, state)
         ssm_state[slot] = state
     return y
 
 
-def _chunk(
+def _pieces(start: int, end: int, computed: int, chunk_size: int, at_once: int) -> Iterator[tuple[int, int, int]]:
+    """Tokens [start, end) of a request that has consumed `computed`, as (low, high, chunks of equal length).
+
+    Whole chunks come up to `at_once` together, what the request's own grid cuts off at either end alone.
+    """
+    low = start
+    while low < end:
+        to_edge = chunk_size - (computed + low - start) % chunk_size
+        num_chunks = min((end - low) // chunk_size, at_once) if to_edge == chunk_size else 0
+        high = low + num_chunks * chunk_size if num_chunks else min(low + to_edge, end)
+        yield low, high, num_chunks or 1
+        low = high
+
+
+def _chunks(
+    num_chunks: int,
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -65,37 +81,42 @@ def _chunk(
     D: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One chunk of Q tokens: x (Q, H, P), dt (Q, H) after softplus, B and C (Q, G, N), state (H, P, N).
+    """c chunks of Q tokens: x (c Q, H, P), dt (c Q, H) after softplus, B and C (c Q, G, N), state (H, P, N) before.
 
-    Returns y (Q, H, P) in x's dtype and the state after the chunk. Heads are laid out as (G, heads per group).
+    Returns y (c Q, H, P) in x's dtype and the state after the last. Heads are laid out as (G, heads per group).
     """
-    num_tokens, num_heads, head_dim = x.shape
-    groups, state_size = B.shape[1:]
-    per_head = num_heads // groups
+    x, dt, B, C = (t.unflatten(0, (num_chunks, -1)) for t in (x, dt, B, C))
+    _, num_tokens, num_heads, head_dim = x.shape
+    groups, state_size = B.shape[2:]
+    by_group = (num_chunks, groups, num_heads // groups, num_tokens)
     rounded = x.dtype
 
-    cumulative = torch.cumsum(dt * A, dim=0).T  # (H, Q)
-    dt_heads = dt.T  # (H, Q)
-    x_heads = x.float().transpose(0, 1)  # (H, Q, P)
-    B_groups, C_groups = B.float().transpose(0, 1), C.float().transpose(0, 1)  # (G, Q, N)
+    cumulative = torch.cumsum(dt * A, dim=1).transpose(1, 2).contiguous()  # (c, H, Q)
+    dt_heads = dt.transpose(1, 2).contiguous()  # (c, H, Q)
+    x_heads = x.float().transpose(1, 2)  # (c, H, Q, P)
+    B_groups, C_groups = B.float().transpose(1, 2), C.float().transpose(1, 2)  # (c, G, Q, N)
 
-    # The state that this chunk adds.
-    to_end = torch.exp((cumulative[:, -1:] - cumulative).clamp(max=0)) * dt_heads
-    weighted_B = B_groups[:, None] * to_end.view(groups, per_head, num_tokens, 1)
-    weighted_B = weighted_B.to(rounded).float().view(num_heads, num_tokens, state_size)
-    new_state = torch.exp(cumulative[:, -1])[:, None, None] * state + x_heads.transpose(1, 2) @ weighted_B
+    # The state that each chunk adds, and from it the state that each chunk starts with.
+    to_end = (cumulative[..., -1:] - cumulative).clamp_(max=0).exp_().mul_(dt_heads)
+    weighted_B = (B_groups[:, :, None] * to_end.view(*by_group, 1)).to(rounded).float().flatten(1, 2)
+    added = x_heads.transpose(2, 3) @ weighted_B  # (c, H, P, N)
+    decay = torch.exp(cumulative[..., -1])[..., None, None]
+    carried = torch.empty_like(added)
+    for chunk in range(num_chunks):
+        carried[chunk] = state
+        state = decay[chunk] * state + added[chunk]
 
     # What the carried state contributes to each token.
-    carried = state.to(rounded).float().view(groups, per_head * head_dim, state_size)
-    y = (C_groups @ carried.transpose(1, 2)).view(groups, num_tokens, per_head, head_dim)
-    y = y.transpose(1, 2).reshape(num_heads, num_tokens, head_dim) * torch.exp(cumulative)[..., None]
+    carried = carried.to(rounded).float().view(num_chunks, groups, -1, state_size)
+    y = (C_groups @ carried.transpose(2, 3)).view(num_chunks, groups, num_tokens, -1, head_dim)
+    y = y.transpose(2, 3).reshape(num_chunks, num_heads, num_tokens, head_dim) * torch.exp(cumulative)[..., None]
 
     # What the chunk's own tokens contribute.
-    decay = torch.exp((cumulative[:, :, None] - cumulative[:, None, :]).clamp(max=0)) * dt_heads[:, None, :]
-    scores = (C_groups @ B_groups.transpose(1, 2))[:, None] * decay.view(groups, per_head, num_tokens, num_tokens)
-    scores = scores.to(rounded).float().tril().view(num_heads, num_tokens, num_tokens)
-    y = y + scores @ x_heads + x_heads * D[:, None, None]
-    return y.transpose(0, 1).to(rounded), new_state
+    scores = (cumulative[..., :, None] - cumulative[..., None, :]).clamp_(max=0).exp_().mul_(dt_heads[:, :, None, :])
+    scores.view(*by_group, num_tokens).mul_((C_groups @ B_groups.transpose(2, 3))[:, :, None])
+    y += scores.to(rounded).float().tril_() @ x_heads
+    y += x_heads * D[:, None, None]
+    return y.transpose(1, 2).flatten(0, 1).to(rounded), state
 
 
 register(op="ssd_scan", arm="reference", variant="torch", run=ssd_scan, mutates=("ssm_state",))

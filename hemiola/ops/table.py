@@ -7,9 +7,9 @@ engines with different arms can run side by side in one process. The table knows
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 from hemiola.errors import ConfigError, UnsupportedPath
@@ -92,7 +92,7 @@ class Ops:
                 )
         self.kept = kept
         self.strict = strict
-        self._counts: Counter[Path] = Counter()
+        self._counts: dict[Path, list[int]] = {}  # one number each, in a list so that a bound op counts in place
         for op in _registry:
             setattr(self, op, self._bind(op, cast(Arm, policy.get(op, "reference"))))
 
@@ -101,33 +101,32 @@ class Ops:
 
     def snapshot(self) -> dict[Path, int]:
         """Calls so far by path."""
-        return dict(self._counts)
+        return {path: count[0] for path, count in self._counts.items() if count[0]}
 
     def _bind(self, op: str, arm: Arm) -> Callable[..., Any]:
         """The callable behind one op. An arm of a single variant without a predicate needs no selection per call."""
         variants = _registry[op][arm]
-        counts = self._counts
         if len(variants) == 1 and variants[0].unsupported is None:
-            run, path = self._runner(variants[0]), Path(op, arm, variants[0].name, "")
+            run, count = self._runner(variants[0]), self._count(Path(op, arm, variants[0].name, ""))
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                counts[path] += 1
+                count[0] += 1
                 return run(*args, **kwargs)
 
             return call
 
         def select(*args: Any, **kwargs: Any) -> Any:
             variant, reason = self._select(op, arm, args, kwargs)
-            counts[Path(op, variant.arm, variant.name, reason)] += 1
+            self._count(Path(op, variant.arm, variant.name, reason))[0] += 1
             return self._runner(variant)(*args, **kwargs)
 
         return select
 
     def _runner(self, variant: Variant) -> Callable[..., Any]:
-        if not variant.keeps:
-            return variant.run
-        run, kept = variant.run, self.kept
-        return lambda *args, **kwargs: run(*args, kept=kept, **kwargs)
+        return partial(variant.run, kept=self.kept) if variant.keeps else variant.run
+
+    def _count(self, path: Path) -> list[int]:
+        return self._counts.setdefault(path, [0])
 
     def _select(self, op: str, arm: Arm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, str]:
         """The first variant of the arm that supports the call, and why the policy's arm did not run, if so."""

@@ -51,12 +51,16 @@ def quantize(
     calibration: str | Path,
     *,
     options: CalibrationConfig | None = None,
+    four_over_six: bool = True,
     progress: Progress = quiet,
 ) -> QuantizeReport:
     """Write `source`, quantised, to the folder `target`, which appears whole at the end or not at all.
 
     source: folder or hub id of a BF16, F16 or F32 checkpoint. scheme: one of SCHEMES. calibration: UTF-8 text, which
-    the source's tokenizer encodes, or a .json file with a list of lists of token ids.
+    the source's tokenizer encodes, or a .json file with a list of lists of token ids. four_over_six: NVFP4 weights with
+    the better of two scales per block (8 to 12 % less error on trained weights). False maps every block's
+    largest value to 6: better for a model that was trained with its weights rounded that way, because it gives back the
+    very values that the training used.
 
     Raises: ConfigError (unknown scheme); CheckpointError (the source is incomplete, quantised already, holds weights
         that cannot be quantised, or gave an activation no scale; the target exists); RequestError (the calibration
@@ -69,11 +73,11 @@ def quantize(
     _refuse_quantized(manifest, config)
     options = options or CalibrationConfig()
     windows = read_windows(calibration, Tokenizer.from_folder(folder), options, config.max_position_embeddings - 1)
-    scales = weight_scales(manifest, plan, progress)
+    scales = weight_scales(manifest, plan, four_over_six, progress)
     amax = collect_amax(folder, windows, tap_names(plan).values(), progress)
     activations = activation_scales(plan, amax, folder)
     with appearing_whole(target) as partial:
-        tally = Writer(manifest, plan, scales, activations).write(partial, progress)
+        tally = Writer(manifest, plan, scales, activations, four_over_six).write(partial, progress)
     return QuantizeReport(
         folder=target,
         scheme=scheme,

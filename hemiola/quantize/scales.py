@@ -22,11 +22,6 @@ from hemiola.formats.quant import fp8, nvfp4
 from hemiola.quantize.plan import QuantPlan, has_input_scale
 from hemiola.quantize.progress import Progress
 
-_WEIGHT_RANGE = {
-    Algorithm.FP8: fp8.MAX,
-    Algorithm.NVFP4: nvfp4.FOUR_OVER_SIX_RANGE,
-    Algorithm.W4A16_NVFP4: nvfp4.FOUR_OVER_SIX_RANGE,
-}
 _INPUT_RANGE = {Algorithm.FP8: fp8.MAX, Algorithm.NVFP4: nvfp4.MAX * fp8.MAX}
 
 
@@ -47,12 +42,15 @@ def _ratio(amax: float, largest: float) -> float:
     return float(torch.tensor(amax / largest))
 
 
-def weight_scales(manifest: Manifest, plan: QuantPlan, progress: Progress) -> dict[str, float]:
+def weight_scales(manifest: Manifest, plan: QuantPlan, four_over_six: bool, progress: Progress) -> dict[str, float]:
     """The per-tensor scale of each module to quantise, by module name: amax over the range; 1.0 when it is all zero.
+
+    four_over_six: which of NVFP4's two encodings the scale is for.
 
     Raises: CheckpointError naming every module that holds NaN or infinity.
     """
     modules = plan.quantized()
+    nvfp4_range = nvfp4.FOUR_OVER_SIX_RANGE if four_over_six else nvfp4.MAX * fp8.MAX
     total = sum(manifest.tensor(module.tensor_name).nbytes for module in modules)
     problems, scales, done = Problems(), {}, 0
     progress("check", 0, total)
@@ -62,7 +60,8 @@ def weight_scales(manifest: Manifest, plan: QuantPlan, progress: Progress) -> di
         amax = max(-float(low), float(high))
         if not math.isfinite(float(low)) or not math.isfinite(float(high)):
             problems.add("weight that holds NaN or infinity", module.name)
-        scales[module.name] = _ratio(amax, _WEIGHT_RANGE[plan.algorithms[module.name]]) or 1.0
+        is_fp8 = plan.algorithms[module.name] is Algorithm.FP8
+        scales[module.name] = _ratio(amax, fp8.MAX if is_fp8 else nvfp4_range) or 1.0
         done += weight.nbytes
         progress("check", done, total)
     problems.raise_if_any(manifest.checkpoint.folder, "Repair the source weights.")

@@ -114,13 +114,19 @@ class Tally:
 
 
 class Writer:
-    """Writes one plan's checkpoint into a folder. weight_scales: by module name."""
+    """Writes one plan's checkpoint into a folder. weight_scales: by module name, for the encoding of NVFP4 chosen."""
 
     def __init__(
-        self, manifest: Manifest, plan: QuantPlan, weight_scales: Mapping[str, float], activations: ActivationScales
+        self,
+        manifest: Manifest,
+        plan: QuantPlan,
+        weight_scales: Mapping[str, float],
+        activations: ActivationScales,
+        four_over_six: bool,
     ) -> None:
         self.source, self.plan = manifest.checkpoint, plan
         self.weight_scales, self.activations = weight_scales, activations
+        self.encode_nvfp4 = nvfp4.encode_four_over_six if four_over_six else nvfp4.encode
         self.has_mtp = manifest.num_mtp_tensors > 0
 
     def write(self, folder: Path, progress: Progress) -> Tally:
@@ -190,7 +196,7 @@ class Writer:
                 codes = fp8.quantize(values, scale)
                 decoded = fp8.dequantize(codes, scale)
             else:
-                codes, block_scale, _ = nvfp4.encode_four_over_six(values, scale)
+                codes, block_scale, _ = self.encode_nvfp4(values, scale)
                 decoded = nvfp4.decode(codes, block_scale, scale)
                 shard.write(f"{module.name}.weight_scale", block_scale)
             shard.write(f"{module.name}.weight", codes)

@@ -297,6 +297,16 @@ def test_streams_side_by_side_lose_nothing(llm: LLM) -> None:
     assert_idle(llm.front)
 
 
+def test_a_stream_of_several_choices(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=9, temperature=1.0, seed=4, ignore_eos=True)
+    (whole,) = llm.generate("a prompt", params)
+    deltas = list(llm.stream("a prompt", params))
+    for choice in whole.outputs:
+        mine = [delta for delta in deltas if delta.choice.index == choice.index]
+        assert [token for delta in mine for token in delta.new_ids] == choice.token_ids
+        assert "".join(delta.text for delta in mine) == choice.text
+
+
 def test_a_stream_that_is_left_frees_everything(llm: LLM) -> None:
     stream = llm.stream("some prompt", SamplingParams(max_tokens=50, ignore_eos=True))
     request = next(stream).choice.request

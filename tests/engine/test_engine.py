@@ -237,6 +237,22 @@ def test_only_who_asks_gets_log_probabilities(llm: LLM) -> None:
     assert without.outputs[0].logprobs is None
 
 
+def test_log_probabilities_keep_to_their_request(llm: LLM) -> None:
+    """Several that ask, for different numbers, in one batch: each as alone."""
+    prompts = [ids(n, n) for n in (5, 30, 11)]
+    each = [SamplingParams(max_tokens=4, ignore_eos=True, logprobs=k, prompt_logprobs=k) for k in (1, 3, 2)]
+    together = llm.generate(prompts, each)
+    for prompt, params, output in zip(prompts, each, together, strict=True):
+        (alone,) = llm.generate([prompt], params)
+        got, want = ([*(o.prompt_logprobs or ())[1:], *(o.outputs[0].logprobs or ())] for o in (output, alone))
+        assert len(got) == len(want) == len(prompt) + 3
+        for a, b in zip(got, want, strict=True):
+            assert a is not None
+            assert b is not None
+            assert [token for token, _ in a] == [token for token, _ in b]
+            assert [value for _, value in a] == pytest.approx([value for _, value in b], abs=1e-4)
+
+
 def test_log_probabilities_are_those_before_bias_and_penalties(llm: LLM) -> None:
     plain = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=-1)
     biased = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=-1, logit_bias={40: 100.0}, temperature=0.3)

@@ -77,7 +77,7 @@ class Run:
         flags = [row.is_decode for row in rows]
         assert flags == sorted(flags, reverse=True), "decodes come first"
         scheduled = [row.request for row in rows]
-        assert all(r in scheduled for r in decoding) or total == s.max_num_batched_tokens
+        assert all(r in scheduled for r in decoding) or all(r in decoding for r in scheduled), "a decode had to wait"
         assert all(row.num_tokens == 1 for row in rows if row.request in decoding)
         for row in rows:
             r = row.request
@@ -186,6 +186,14 @@ def test_what_a_cut_leaves_goes_to_the_next_request() -> None:
     run.add(request("b", 20, 1))
     assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("a", 32), ("b", 8)]
     assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("a", 18), ("b", 12)]
+
+
+def test_a_piece_of_one_token_stands_among_the_decodes() -> None:
+    run = Run(scheduler(budget=17))
+    run.add(request("a", 60, 1))
+    run.add(request("b", 20, 1))
+    assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("a", 16), ("b", 1)]
+    assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("b", 1), ("a", 16)]
 
 
 def test_who_does_not_fit_yet_waits_and_is_not_overtaken() -> None:

@@ -18,6 +18,7 @@ from hemiola.config.engine import EngineConfig
 from hemiola.config.sampling import SamplingParams
 from hemiola.errors import CheckpointError, ConfigError, HemiolaError, RequestError
 from hemiola.formats.checkpoint import Checkpoint
+from hemiola.formats.quant import nvfp4
 from hemiola.formats.weight import Scheme
 from hemiola.loading import load, open_manifest
 from hemiola.quantize import SCHEMES, QuantizeReport, quantize, write
@@ -291,6 +292,20 @@ def test_large_weights_are_encoded_in_pieces_with_the_same_result(
     quantize(case.source, tmp_path / "pieces", "lightning", case.source.parent / "text.txt", options=OPTIONS)
     for name in (shard(case.source, number).name for number in (1, 2, 3)):
         assert (tmp_path / "pieces" / name).read_bytes() == (case.targets["lightning"] / name).read_bytes()
+
+
+def test_weights_trained_to_plain_nvfp4_come_back_as_they_were(tmp_path: Path) -> None:
+    """Without four over six the encoding is a projection: what is on its grid already does not move."""
+    source, name = small_source(tmp_path / "source", "M", "f32"), "lm_head.weight"
+
+    def round_to_grid(found: dict[str, Tensor]) -> None:
+        found[name] = nvfp4.decode(*nvfp4.encode(found[name]))
+
+    change_tensors(source, round_to_grid)
+    plain, searched = (quantize_small(source, tmp_path / str(choice), four_over_six=choice) for choice in (False, True))
+    assert plain.weight_error["W4A16_NVFP4"] < 1e-6 < 0.01 < searched.weight_error["W4A16_NVFP4"]
+    weights = [open_manifest(folder)[2].weight("lm_head").dense() for folder in (plain.folder, source)]
+    assert torch.allclose(*weights, rtol=1e-6)
 
 
 def test_an_expert_that_calibration_never_reached_is_reported(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class AttentionMixer:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         assert isinstance(cache, KVTensors), f"{self.name} was given no KV cache"
         head_dim = self.spec.head_dim
-        q, k, v = (proj(x, tap).unflatten(-1, (-1, head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (proj(x, tap).view(x.shape[0], -1, head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if tap is not None:
             tap(f"{self.name}.k", k)
             tap(f"{self.name}.v", v)

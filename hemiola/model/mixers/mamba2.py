@@ -47,10 +47,11 @@ class Mamba2Mixer:
         self.inner = spec.num_heads * spec.head_dim
         self.group_size = self.inner // ssm_groups
         self.bc_size = ssm_groups * spec.state_size
+        self.parts = [self.inner, spec.conv_dim, spec.num_heads]
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         assert isinstance(cache, StateTensors), f"{self.in_proj.weight.name} was given no state"
-        z, xBC, dt = self.in_proj(x, tap).split([self.inner, self.spec.conv_dim, self.spec.num_heads], dim=-1)
+        z, xBC, dt = self.in_proj(x, tap).split_with_sizes(self.parts, dim=-1)
         parts = []
         d = batch.num_decodes
         if d:
@@ -89,6 +90,6 @@ class Mamba2Mixer:
 
     def _split(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(T, Dc) -> x (T, H, P), B and C (T, G, N)."""
-        x, B, C = convolved.split([self.inner, self.bc_size, self.bc_size], dim=-1)
-        groups = (self.ssm_groups, self.spec.state_size)
-        return x.unflatten(-1, (self.spec.num_heads, -1)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+        x, B, C = convolved.split_with_sizes([self.inner, self.bc_size, self.bc_size], dim=-1)
+        groups = (-1, self.ssm_groups, self.spec.state_size)
+        return x.view(-1, self.spec.num_heads, self.spec.head_dim), B.view(groups), C.view(groups)

@@ -1,0 +1,1 @@
+"""Benchmarks: scripts of the repository, not of the package."""
