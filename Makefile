@@ -5,7 +5,8 @@ BIN := .venv/bin
 .PHONY: demo test lint check unit bench clean
 
 demo: .venv/run
-	$(BIN)/hemiola generate --prompt "It was a fine morning, and" --max-tokens 160 --temperature 0.7 --top-p 0.95 --seed 7
+	$(BIN)/hemiola generate --prompt '"I am very glad to see you," said Elizabeth,' \
+		--max-tokens 160 --temperature 0.6 --top-p 0.95 --seed 2
 
 test: lint check unit
 
