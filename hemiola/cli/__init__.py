@@ -16,6 +16,7 @@ from hemiola.cli.ending import Commands
 from hemiola.cli.generate import generate
 from hemiola.cli.inspect import inspect
 from hemiola.cli.quantize import quantize
+from hemiola.config.threads import wait_passively
 
 app = typer.Typer(
     cls=Commands,
@@ -47,6 +48,7 @@ def _options(
 
 def main() -> None:
     """Entry point of the `hemiola` script."""
+    wait_passively()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
     app(prog_name="hemiola")

@@ -127,7 +127,9 @@ class Engine:
             row.request.num_computed += row.num_tokens
         new_ids: dict[int, int] = {}
         if due:
-            logits = self.model.logits(hidden[[ends[index + 1] - 1 for index in due]], self.tap)
+            # Where every row brings one token and is due, as in a step of decodes, there is nothing to pick.
+            last = hidden if len(due) == len(hidden) else hidden[[ends[index + 1] - 1 for index in due]]
+            logits = self.model.logits(last, self.tap)
             requests = [rows[index].request for index in due]
             sampled = self.sampler.sample(logits, requests)
             self._add_logprobs(logits, requests, sampled)

@@ -13,6 +13,8 @@ dtype where they enter the product with the values, as in FlashAttention; their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hemiola.ops.table import register
@@ -31,15 +33,8 @@ def paged_attention_prefill(
     k_scale: float,
     v_scale: float,
 ) -> torch.Tensor:
-    out = torch.zeros_like(q)
     starts = query_start_loc.tolist()
-    for row, (start, end, length) in enumerate(zip(starts, starts[1:], seq_lens.tolist(), strict=False)):
-        if length == 0 or start == end:
-            continue
-        keys = _gather(k_cache, block_table[row], length, k_scale)
-        values = _gather(v_cache, block_table[row], length, v_scale)
-        _attend(q[start:end], keys, values, scale, out[start:end])
-    return out
+    return _attend_rows(q, k_cache, v_cache, block_table, starts, seq_lens, scale, k_scale, v_scale)
 
 
 def paged_attention_decode(
@@ -52,8 +47,29 @@ def paged_attention_decode(
     k_scale: float,
     v_scale: float,
 ) -> torch.Tensor:
-    starts = torch.arange(q.shape[0] + 1)
-    return paged_attention_prefill(q, k_cache, v_cache, block_table, starts, seq_lens, scale, k_scale, v_scale)
+    starts = range(q.shape[0] + 1)
+    return _attend_rows(q, k_cache, v_cache, block_table, starts, seq_lens, scale, k_scale, v_scale)
+
+
+def _attend_rows(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: Sequence[int],
+    seq_lens: torch.Tensor,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+) -> torch.Tensor:
+    out = torch.zeros_like(q)
+    for row, (start, end, length) in enumerate(zip(starts, starts[1:], seq_lens.tolist(), strict=False)):
+        if length == 0 or start == end:
+            continue
+        keys = _gather(k_cache, block_table[row], length, k_scale)
+        values = _gather(v_cache, block_table[row], length, v_scale)
+        _attend(q[start:end], keys, values, scale, out[start:end])
+    return out
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor, length: int, scale: float) -> torch.Tensor:

@@ -21,7 +21,7 @@ from hemiola.ops.table import register
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    total = x if residual is None else x + residual  # torch adds bfloat16 in float32 and rounds once
     wide = total.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight.float()).to(x.dtype), total

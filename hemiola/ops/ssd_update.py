@@ -14,6 +14,8 @@ Source: Mamba-2 paper (arXiv 2405.21060) section 3; vLLM 0.25.0 layers/mamba/ops
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hemiola.ops.table import register
@@ -41,7 +43,9 @@ def ssd_update(
         return y
     num_rows, num_heads, head_dim = x.shape
     groups, state_size = B.shape[1:]
-    step = torch.nn.functional.softplus(dt.float() + dt_bias).clamp(*dt_limit)
+    step = torch.nn.functional.softplus(dt.float() + dt_bias)
+    if dt_limit != (0.0, math.inf):
+        step = step.clamp(*dt_limit)
     decay = torch.exp(A * step)[..., None, None]
     scaled_b = B.float()[:, :, None] * step.view(num_rows, groups, -1, 1)
     wide_x = x.float()
