@@ -84,7 +84,7 @@ def test_each_module_on_disk_and_in_the_run(tmp_path: Path) -> None:
     assert modules["backbone.layers.2.mixer.o_proj"] == ("fp8", "fp8 W8A8 static")
     assert modules["backbone.layers.2.mixer.q_proj"] == ("bf16", "bf16")
     assert modules["backbone.layers.1.mixer.experts.7.up_proj"] == ("nvfp4", "nvfp4 weight-only")
-    assert modules["backbone.layers.1.mixer.gate"] == ("f32", "f32")
+    assert modules["backbone.layers.1.mixer.gate"] == ("f32", "f32, rounded to bf16 in bf16 mode")
     assert modules["lm_head"] == ("nvfp4", "nvfp4 weight-only")
     assert report.num_quantized_modules == sum(line.on_disk in ("fp8", "nvfp4") for line in report.modules) == 22
 
