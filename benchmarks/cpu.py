@@ -186,7 +186,7 @@ def main() -> None:
     document: dict[str, Any] = {"benchmark": "cpu", "conditions": conditions()}
     document["comparison"] = [compare_all("tiny", _TINY), compare_all("small", _SMALL)]
     document["shipped"] = shipped()
-    Console(stderr=True).print(table(document))
+    Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table(document))
     print(json.dumps(document))
 
 

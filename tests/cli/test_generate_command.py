@@ -123,6 +123,14 @@ def test_the_stream_writes_while_it_generates(text_folder: Path, expected: list[
     assert "".join(pieces) == expected[1].outputs[0].text + "\n"
 
 
+def test_the_shipped_model_is_the_default() -> None:
+    """It writes words of English."""
+    (line,) = objects(run("--prompt", "It was a fine morning, and", "--max-tokens", 24, "--json").stdout)
+    assert len(line["output_ids"]) == 24
+    words = re.findall("[a-z]+", line["text"].lower())
+    assert {"the", "and", "of", "to", "a", "was", "i", "he", "she", "it", "in"} & set(words)
+
+
 def test_standard_input_is_the_prompt(text_folder: Path, expected: list[RequestOutput]) -> None:
     result = run("--model", text_folder, "--max-tokens", 12, "--ignore-eos", stdin=PROMPTS[2] + "\n")
     assert result.stdout == expected[2].outputs[0].text + "\n"
