@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 demo: .venv/run
 	$(BIN)/hemiola generate --prompt '"I am very glad to see you," said Elizabeth,' \
-		--max-tokens 160 --temperature 0.6 --top-p 0.95 --seed 2
+		--max-tokens 160 --temperature 0.8 --top-p 0.95 --repetition-penalty 1.1 --seed 1
 
 test: lint check unit
 
