@@ -1,8 +1,8 @@
 """What Lightning-NVFP4 itself answers, for whoever holds the checkpoint (19 GB; the reference arm is slow on it).
 
 The golden: Nemotron-3.5-Lightning-30B-A3B-NVFP4, revision 29f2d174, greedy, 32 tokens, plain completion without a
-template and without BOS, vLLM 0.23.1rc1.dev on a GB10, as published by the vllm.cpp project. The third prompt is known to
-stand near a tie late in its answer, where valid configurations part.
+template and without BOS, vLLM 0.23.1rc1.dev on a GB10, as published by the vllm.cpp project. The third prompt is known
+to stand near a tie late in its answer, where valid configurations part.
 """
 
 from __future__ import annotations
