@@ -108,8 +108,8 @@ def test_verdict_against_vllm(
         verdict = figures.verdict(noise)
         assert verdict["mean"], f"{mode}: {figures.describe(noise)}"
         assert verdict["share"], f"{mode}: {figures.describe(noise)}"
-    # One position in 500 is a count of two or three in one mode alone, which the CPU's order of summation decides for the
-    # FP8 schemes (docs/numerics.md); it is held over both modes' positions together.
+    # One position in 500 is a count of two or three in one mode alone, which for the FP8 schemes the CPU's order of
+    # summation decides (docs/numerics.md); it is held over both modes' positions together.
     together = both["decode"] + both["prefill"]
     assert together.verdict(noise)["margin"], together.describe(noise)
     assert {path.arm for path in llm.path_counts()} == {"reference"}
