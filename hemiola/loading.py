@@ -44,7 +44,7 @@ class Loaded:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know and that is no error: unknown keys, disagreements, clamped settings, fallbacks."""
-        notes = [*self.config.warnings, *self.manifest.reports, *self.engine.plan.notes]
+        notes = [*self.config.warnings, *self.manifest.reports, *self.engine.notes]
         # The manifest reports missing KV scales where the checkpoint asks for an FP8 cache; here a setting did.
         is_set = self.engine.config.kv_cache_dtype == "fp8" and self.config.count(LayerKind.ATTENTION) > 0
         if is_set and not _asks_for_fp8_kv(self.manifest):
@@ -79,6 +79,7 @@ def load(
         load_model(manifest, model_config, ops, dtype, router_dtype),
         config,
         eos_token_ids=read_eos_token_ids(folder) or model_config.eos_token_ids,
+        weight_bytes=sum(module.resident_bytes for module in manifest.modules),
         kv_dtype=torch.float8_e4m3fn if _kv_is_fp8(config, manifest) else dtype,
         tap=tap,
     )
