@@ -39,7 +39,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished prompt. num_cached_tokens: prompt tokens that its first choice did not have to compute. prompt_logprobs: per prompt token, None for the first; None when not asked for."""
+    """A finished prompt. prompt_logprobs: per prompt token, None for the first; None when not asked for.
+
+    num_cached_tokens: prompt tokens that its first choice did not have to compute.
+    """
 
     request_id: str
     prompt: str | None

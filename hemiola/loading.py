@@ -72,7 +72,7 @@ def load(
     """
     config = config or EngineConfig()
     folder, model_config, manifest = open_manifest(model, revision)
-    dtype = _activation_dtype(config, model_config)
+    dtype = activation_dtype(config, model_config)
     router_dtype = dtype if config.router_dtype == "auto" else _TORCH_DTYPES[config.router_dtype]
     ops = Ops(config.arms, KeptForms(config.expanded_bytes), strict=config.strict)
     engine = Engine(
@@ -80,19 +80,19 @@ def load(
         config,
         eos_token_ids=read_eos_token_ids(folder) or model_config.eos_token_ids,
         weight_bytes=sum(module.resident_bytes for module in manifest.modules),
-        kv_dtype=torch.float8_e4m3fn if _kv_is_fp8(config, manifest) else dtype,
+        kv_dtype=torch.float8_e4m3fn if kv_is_fp8(config, manifest) else dtype,
         tap=tap,
     )
     return Loaded(folder, model_config, manifest, engine, Tokenizer.from_folder(folder))
 
 
-def _activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> torch.dtype:
+def activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> torch.dtype:
     if config.dtype != "auto":
         return _TORCH_DTYPES[config.dtype]
     return torch.float32 if model_config.dtype == "float32" else torch.bfloat16
 
 
-def _kv_is_fp8(config: EngineConfig, manifest: Manifest) -> bool:
+def kv_is_fp8(config: EngineConfig, manifest: Manifest) -> bool:
     return _asks_for_fp8_kv(manifest) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype == "fp8"
 
 

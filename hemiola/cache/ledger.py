@@ -27,7 +27,8 @@ class Holding:
     """What one request has of the caches.
 
     blocks: in order of its tokens. state_slot: -1 for none. keys: chain keys of its full blocks, as far as known.
-    num_published: blocks that were made findable. stops: tokens at which a step has to end for a snapshot to be taken.
+    num_published: blocks that were made findable. stops: tokens at which a snapshot is to be taken.
+    reserved: snapshots that the step under way writes.
     pinned: the snapshot it starts from, until its first step is done. base, rolling: its last fixed snapshot, and the
     one that moves forward with it. swapped: host copies of blocks and state, while it is swapped out.
     """
@@ -38,6 +39,7 @@ class Holding:
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     stops: tuple[int, ...] = ()
+    reserved: list[Snapshot] = field(default_factory=list)
     pinned: Snapshot | None = None
     base: Snapshot | None = None
     rolling: Snapshot | None = None
@@ -104,6 +106,23 @@ class Ledger:
         if missing > 0:
             holding.blocks += self.blocks.acquire(missing)
 
+    def reserve(self, holding: Holding, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """The marks of a step that brings tokens start .. end - 1: (tokens from start, state slot) of stops inside."""
+        marks = []
+        for stop in holding.stops:
+            if start < stop < end:
+                key = holding.keys[stop // self.plan.block_size - 1]
+                if (reserved := self.snapshots.reserve(key, stop, holding.base)) is not None:
+                    holding.reserved.append(reserved)
+                    marks.append((stop - start, reserved.slot))
+        return tuple(marks)
+
+    def unreserve(self, holding: Holding) -> None:
+        """The step that should have written a request's marks does not take place."""
+        for reserved in holding.reserved:
+            self.snapshots.give_back(reserved)
+        holding.reserved = []
+
     def publish(self, holding: Holding, num_computed: int, tokens: Tokens) -> None:
         """A step is done and has written `num_computed` tokens in all: let others find them."""
         self._unpin(holding)
@@ -114,12 +133,18 @@ class Ledger:
             extend_keys(holding.keys, num_computed, tokens, self.plan.block_size)
             self.prefix.publish(holding.keys[:num_full], holding.blocks, holding.num_published)
             holding.num_published = num_full
+        for reserved in holding.reserved:
+            reserved.below = holding.base
+            holding.base = self.snapshots.publish(reserved)
+            holding.base.is_fixed = True
+        holding.reserved = []
         if self.prefix.has_states and num_full and num_computed % self.plan.block_size == 0:
             self._snapshot(holding, num_computed)
 
     def release(self, holding: Holding) -> None:
         """Free all that a request holds, wherever it is; a second time does no harm."""
         self._unpin(holding)
+        self.unreserve(holding)
         self.blocks.release(holding.blocks)
         self.slots.release(holding.owner)
         if holding.swapped is not None:
@@ -184,6 +209,8 @@ class Ledger:
         assert self.swapped_bytes <= self.swap_bytes, "more is swapped out than may be"
         pins = sum(h.pinned is not None for h in holdings)
         assert pins == self.snapshots.num_pins, "a pinned snapshot without a request that reads it"
+        reserved = sum(len(h.reserved) for h in holdings)
+        assert reserved == self.snapshots.num_reserved, "a reserved snapshot without a request that writes it"
         assert all(not h.blocks and h.state_slot < 0 for h in holdings if h.swapped), "swapped out and still here"
 
     def _unpin(self, holding: Holding) -> None:

@@ -75,6 +75,7 @@ class SnapshotPool:
     counts: SnapshotCounts = field(default_factory=SnapshotCounts)
     _free: list[int] = field(init=False)
     _held: dict[bytes, Snapshot] = field(default_factory=dict)
+    _reserved: set[int] = field(default_factory=set)
     _num_on_host: int = 0
     _clock: int = 0
 
@@ -84,7 +85,11 @@ class SnapshotPool:
     @property
     def num_held(self) -> int:
         """In state slots."""
-        return self.size - len(self._free)
+        return self.size - len(self._free) - len(self._reserved)
+
+    @property
+    def num_reserved(self) -> int:
+        return len(self._reserved)
 
     @property
     def num_pins(self) -> int:
@@ -120,7 +125,7 @@ class SnapshotPool:
         self.movements.append(LoadState(snapshot.host, slot) if on_host else CopyState(snapshot.slot, slot))
 
     def take(self, key: bytes, num_tokens: int, slot: int, below: Snapshot | None) -> Snapshot | None:
-        """Copy a request's state slot; the snapshot with this key, old or new, or None when there is no place for it."""
+        """Copy a request's state slot; the snapshot with this key, old or new, or None: no place for it."""
         if (known := self._held.get(key)) is not None:
             return known
         self._clock += 1
@@ -133,6 +138,36 @@ class SnapshotPool:
         self.counts.taken += 1
         self.movements.append(CopyState(slot, new.slot))
         return new
+
+    def reserve(self, key: bytes, num_tokens: int, below: Snapshot | None) -> Snapshot | None:
+        """A place for a state that the coming step writes; nobody finds it before `publish`. None when there is no
+        place, or when there is such a snapshot already."""
+        if key in self._held:
+            return None
+        self._clock += 1
+        new = Snapshot(key, num_tokens, -1, below, self._clock, is_fixed=True, is_held=False)
+        if not self._free and not self._make_room(new):
+            self.counts.refused += 1
+            return None
+        new.slot = self._free.pop()
+        self._reserved.add(new.slot)
+        return new
+
+    def publish(self, reserved: Snapshot) -> Snapshot:
+        """Its state is written: let it be found. Returns the snapshot with this key, which may be an earlier one."""
+        if (known := self._held.get(reserved.key)) is not None:
+            self.give_back(reserved)
+            return known
+        self._reserved.remove(reserved.slot)
+        reserved.is_held = True
+        self._held[reserved.key] = reserved
+        self.counts.taken += 1
+        return reserved
+
+    def give_back(self, reserved: Snapshot) -> None:
+        """Its state will not be written."""
+        self._reserved.remove(reserved.slot)
+        self._free.append(reserved.slot)
 
     def roll(
         self, old: Snapshot | None, key: bytes, num_tokens: int, slot: int, below: Snapshot | None
@@ -166,12 +201,10 @@ class SnapshotPool:
         return snapshot.tokens_saved * (1 + snapshot.hits) * float(2.0**-age)
 
     def check_integrity(self) -> None:
-        """Every slot is free or holds one snapshot. Raises AssertionError."""
+        """Every slot is free, reserved or holds one snapshot. Raises: AssertionError."""
         slots = [s.slot for s in self._held.values() if s.slot >= 0]
-        everything = sorted([*slots, *self._free])
-        assert everything == list(range(self.first_slot, self.first_slot + self.size)), (
-            "a snapshot slot is lost or twice"
-        )
+        everything = sorted([*slots, *self._free, *self._reserved])
+        assert everything == list(range(self.first_slot, self.first_slot + self.size)), "a snapshot slot is lost"
         assert self._num_on_host == len(self._held) - len(slots) <= self.host_size, "host snapshots are miscounted"
         assert all(s.is_held and s.key == key for key, s in self._held.items()), "a snapshot under a wrong key"
 

@@ -36,15 +36,16 @@ class EngineConfig:
     block_size: tokens per KV block. max_num_batched_tokens: tokens per step. max_num_seqs: requests running at once;
         clamped to the state slots that fit. max_model_len: tokens of prompt and output together; None is the model's
         max_position_embeddings.
-    cache_bytes: for KV blocks and state slots together; clamped to the memory that is available. expanded_bytes: for the reference arm's expanded weights.
-    prefix_caching: reuse beginnings of prompts. On by default: an entry is found by a 128-bit hash of all its tokens and
-        only after the step that wrote it, so a hit reads what the same tokens wrote; what it costs is a step that ends at
-        a prompt's last block edge, and snapshot_bytes.
+    cache_bytes: for KV blocks and state slots together; clamped to the memory that is available.
+    expanded_bytes: for the reference arm's expanded weights.
+    prefix_caching: reuse beginnings of prompts. On by default: an entry is found by a 128-bit hash of all its tokens,
+        and only after the step that wrote it, so a hit reads what the same tokens wrote; and what is computed without a
+        hit is bit for bit what it is without caching. Its price is snapshot_bytes, and a step more for long prompts.
     snapshot_bytes: for state snapshots, beyond cache_bytes; None is a quarter of cache_bytes, but not more than 8
         snapshots for each of max_num_seqs. host_snapshot_bytes: of host memory, for snapshots that those displace.
     swap_bytes: of host memory, for requests that had to make room for others.
-    prefill_tokens_per_s, host_bytes_per_s: what the choice between computing again and swapping assumes; the defaults
-        are planning figures (a 30B model on one recent GPU with a PCIe 5 host link), not measurements of this machine.
+    prefill_tokens_per_s, host_bytes_per_s: what the choice between computing again and swapping assumes. The defaults
+        are planning figures (a 30B model on one recent GPU, a PCIe 5 host link), not measurements of this machine.
     stall_seconds: an engine with work that completes no step for so long is unhealthy.
     arms: the arm of every op, or op names to arms (others run on the reference arm). strict: no counted fallbacks.
     seed: base of the seeds of requests that bring none.

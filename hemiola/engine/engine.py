@@ -216,7 +216,7 @@ class Engine:
     def _batch_row(self, row: ScheduledRow) -> BatchRow:
         request = row.request
         tokens = request.tokens_between(request.num_computed, request.num_computed + row.num_tokens)
-        return BatchRow(tokens, request.num_computed, request.blocks, request.state_slot)
+        return BatchRow(tokens, request.num_computed, request.blocks, request.state_slot, row.marks)
 
     def _append(self, request: Request, token: int) -> None:
         """Add a sampled token and end the request where it has to end."""

@@ -4,8 +4,9 @@ Order: lower priority numbers first, then earlier arrivals. A step spends its to
 What is left goes to prompts, which take turns: in every second step with prompts the first in order comes first, in the
 others the one with the least left (within a priority). So the oldest prompt gets at least every second step's budget,
 however many short ones arrive, and a short one waits for a long one for one step at most once it runs. Requests are
-admitted in order; one that finds no memory is not overtaken. A prompt is cut where a snapshot is due, and where the
-budget ends, at a multiple of the SSD chunk size where one is in reach.
+admitted in order; one that finds no memory is not overtaken. A prompt is cut where the budget ends, at a multiple of
+the SSD chunk size where one is in reach, and at the last such multiple before a snapshot, which changes no bit of what
+it computes; the snapshot itself is taken inside the next piece (a mark).
 
 Blocks are taken as tokens come. A request is admitted when the tokens it has fit beside those that running requests
 still have to consume; it makes lower priorities give way, equal ones not. When a running request finds no block, the
@@ -33,10 +34,11 @@ from hemiola.errors import CapacityError, RequestError
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """`request` consumes its next `num_tokens` tokens in this step."""
+    """`request` consumes its next `num_tokens` tokens in this step. marks: see model.batch.BatchRow."""
 
     request: Request
     num_tokens: int
+    marks: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -100,7 +102,7 @@ class Scheduler:
         for request in [r for r in self.running if r.is_decoding]:
             self._take(request)
         self._schedule_prompts()
-        rows = [ScheduledRow(request, count) for request, count in self._rows.items()]
+        rows = [ScheduledRow(r, count, self._marks(r, count)) for r, count in self._rows.items()]
         return sorted(rows, key=lambda row: (not row.is_decode, row.request.order))
 
     def complete(self, rows: Iterable[ScheduledRow]) -> None:
@@ -165,11 +167,15 @@ class Scheduler:
             if self._make_room(request, request.num_computed + count):
                 self._rows[request] = count
 
+    def _marks(self, request: Request, count: int) -> tuple[tuple[int, int], ...]:
+        return self.ledger.reserve(request.holding, request.num_computed, request.num_computed + count)
+
     def _chunk(self, request: Request, budget: int) -> int:
-        """Tokens to take now: up to the next snapshot or all, or the budget, cut back to the SSD grid where that is in
-        reach."""
+        """Tokens to take now: all, or up to the SSD grid before the next snapshot, or the budget, cut back to the grid
+        where that is in reach."""
         done = request.num_computed
-        wanted = min([s - done for s in request.holding.stops if s > done], default=request.num_remaining)
+        edges = [s // self.chunk_size * self.chunk_size - done for s in request.holding.stops]
+        wanted = min([edge for edge in edges if edge > 0], default=request.num_remaining)
         if wanted <= budget:
             return wanted
         past_grid = (done + budget) % self.chunk_size
@@ -201,7 +207,7 @@ class Scheduler:
     # Memory
 
     def _admit(self, request: Request) -> bool:
-        """Let a waiting request run. False: there is no room for it now. (One that waits for a prefix is passed over.)"""
+        """Let a waiting request run, unless it waits for a prefix. False: there is no room for it now."""
         holding = request.holding
         match = self._find(request)
         if holding.swapped is None and self._is_coming(request, match):

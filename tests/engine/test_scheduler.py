@@ -192,9 +192,9 @@ def test_what_a_cut_leaves_goes_to_the_next_request() -> None:
 def test_a_piece_of_one_token_stands_among_the_decodes() -> None:
     run = Run(scheduler(budget=17))
     run.add(request("a", 60, 1))
-    run.add(request("b", 20, 1))
+    run.add(request("b", 17, 1))
     assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("a", 16), ("b", 1)]
-    assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("b", 1), ("a", 16)]
+    assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("a", 1), ("b", 16)]
 
 
 def test_who_does_not_fit_yet_waits_and_is_not_overtaken() -> None:
