@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -68,17 +67,17 @@ class PrefixTotals:
     prompts_hit: int = 0
     tokens: int = 0
     tokens_hit: int = 0
-    misses: Counter[MissReason] = field(default_factory=Counter)
-    tokens_missed: Counter[MissReason] = field(default_factory=Counter)
+    misses: dict[MissReason, int] = field(default_factory=dict)
+    tokens_missed: dict[MissReason, int] = field(default_factory=dict)
 
     def count(self, num_tokens: int, match: Match) -> None:
         self.prompts += 1
         self.prompts_hit += match.num_tokens > 0
         self.tokens += num_tokens
         self.tokens_hit += match.num_tokens
-        if match.miss is not None:
-            self.misses[match.miss.reason] += 1
-            self.tokens_missed[match.miss.reason] += match.miss.num_tokens
+        if (miss := match.miss) is not None:
+            self.misses[miss.reason] = self.misses.get(miss.reason, 0) + 1
+            self.tokens_missed[miss.reason] = self.tokens_missed.get(miss.reason, 0) + miss.num_tokens
 
 
 def extend_keys(keys: list[bytes], end: int, tokens: Callable[[int, int], Sequence[int]], block_size: int) -> None:

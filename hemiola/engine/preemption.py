@@ -9,7 +9,6 @@ Tokens to compute again are those that no cached prefix covers now. The cheaper 
 from __future__ import annotations
 
 import enum
-from collections import deque
 from dataclasses import dataclass, field
 
 RECENT = 64
@@ -58,7 +57,7 @@ class PreemptionCounts:
     recomputed_tokens: int = 0
     swapped: int = 0
     swapped_bytes: int = 0
-    recent: deque[Preemption] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: list[Preemption] = field(default_factory=list)
 
     def count(self, preemption: Preemption) -> None:
         if preemption.kind is PreemptionKind.SWAP:
@@ -68,3 +67,4 @@ class PreemptionCounts:
             self.recomputed += 1
             self.recomputed_tokens += preemption.recompute_tokens
         self.recent.append(preemption)
+        del self.recent[:-RECENT]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,7 +19,18 @@ from tests.support.shadow import Shadow
 
 OPERATIONS: Counter[str] = Counter()
 BLOCK = 4
-EVENTS = ["fail", "abort", "refuse", "swapped", "recomputed", "hit", "host hit", "evicted snapshot", "evicted block", "rolled"]
+EVENTS = [
+    "fail",
+    "abort",
+    "refuse",
+    "swapped",
+    "recomputed",
+    "hit",
+    "host hit",
+    "evicted snapshot",
+    "evicted block",
+    "rolled",
+]
 EVENTS += [f"miss {reason}" for reason in ("no_kv", "no_state", "evicted", "too_short", "disabled")]
 
 
