@@ -79,9 +79,12 @@ class BlockPool:
     def __getitem__(self, key: bytes) -> int:
         return self._block_of[key]
 
-    def keys(self) -> Iterable[bytes]:
+    def published_keys(self) -> Iterable[bytes]:
         """Of everything that is published."""
         return self._block_of.keys()
+
+    def is_shared(self, block: int) -> bool:
+        return self._holders[block] > 1
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 
 from hemiola.cache.blocks import BlockPool
 from hemiola.cache.budget import CachePlan
@@ -152,6 +152,15 @@ class Ledger:
             self.swapped_bytes -= holding.swapped.num_bytes
         holding.blocks, holding.state_slot, holding.swapped = [], -1, None
         holding.num_published, holding.base, holding.rolling = 0, None, None
+
+    def surviving_tokens(self, holding: Holding) -> int:
+        """Tokens that a request could reuse after giving up all it holds, if everything that nobody else holds were
+        lost: memory is short when somebody asks."""
+        keys = holding.keys
+        if self.prefix.has_blocks:
+            shared = takewhile(self.blocks.is_shared, holding.blocks)
+            keys = keys[: sum(1 for _ in shared)]
+        return self.prefix.find(keys, len(keys) * self.plan.block_size + 1).num_tokens
 
     def held_bytes(self, holding: Holding) -> int:
         """Of blocks and state: what a swap moves each way."""

@@ -144,14 +144,14 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything; what running requests hold stays theirs."""
-        for key in [*self.blocks.keys(), *self.snapshots.keys()]:
+        for key in [*self.blocks.published_keys(), *self.snapshots.held_keys()]:
             self._drop(key)
         self._seen.clear()
 
     def check_integrity(self) -> None:
         """What is published hangs together: every block and snapshot with all that comes before it."""
         if self.has_blocks:
-            assert set(self.snapshots.keys()) <= set(self.blocks.keys()), "a snapshot whose KV is gone"
+            assert set(self.snapshots.held_keys()) <= set(self.blocks.published_keys()), "a snapshot whose KV is gone"
             for parent, children in self._children.items():
                 assert self.blocks.find(parent) is not None, "a block is published and the one before it is not"
                 assert children, "a block remembers that something built on it"

@@ -102,7 +102,7 @@ class SnapshotPool:
     def find(self, key: bytes) -> Snapshot | None:
         return self._held.get(key)
 
-    def keys(self) -> Iterable[bytes]:
+    def held_keys(self) -> Iterable[bytes]:
         return self._held.keys()
 
     def pin(self, snapshot: Snapshot) -> None:

@@ -3,7 +3,8 @@
     recompute_s = tokens to compute again / prefill_tokens_per_s
     swap_s      = 2 x bytes held / host_bytes_per_s          (out now, in later)
 
-Tokens to compute again are those that no cached prefix covers now. The cheaper one is taken; a tie is recomputed.
+Tokens to compute again are those beyond a cached prefix that other requests hold: what nobody holds is about to go.
+The cheaper one is taken; a tie is recomputed.
 """
 
 from __future__ import annotations

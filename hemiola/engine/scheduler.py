@@ -301,7 +301,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take memory from a running request and send it back to the waiting ones, where its order is kept."""
         holding = request.holding
-        known = self._find(request).num_tokens
+        known = self.ledger.surviving_tokens(holding)
         room = self.ledger.swap_bytes - self.ledger.swapped_bytes
         decision = self.costs.decide(
             request.request_id, max(0, request.num_computed - known), self.ledger.held_bytes(holding), room
