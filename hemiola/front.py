@@ -66,10 +66,12 @@ class Front:
         self._open: dict[str, tuple[Answer, Choice]] = {}
         self._num_answers = 0
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True) -> Answer:
+    def add(
+        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True, priority: int = 0
+    ) -> Answer:
         """Queue a prompt; its `n` choices become requests of their own, with seeds of their own.
 
-        add_special_tokens: as in `Tokenizer.encode`, for text prompts.
+        add_special_tokens: as in `Tokenizer.encode`, for text prompts. priority: lower runs first.
         Raises: RequestError, CapacityError; then nothing of this prompt stays queued.
         """
         if self.tokenizer is None and params.stop:
@@ -81,7 +83,8 @@ class Front:
             for index in range(params.n):
                 name = f"{answer.request_id}.{index}"
                 output = OutputText(self.tokenizer, params) if self.tokenizer else None
-                choice = Choice(index, self.engine.add_request(name, ids, _params_of_choice(params, index)), output)
+                request = self.engine.add_request(name, ids, _params_of_choice(params, index), priority)
+                choice = Choice(index, request, output)
                 answer.choices.append(choice)
                 self._open[name] = (answer, choice)
         except BaseException:

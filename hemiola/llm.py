@@ -24,7 +24,8 @@ from hemiola.text.chat import Message
 class CompletionOutput:
     """One choice. logprobs: per output token, (id, log-probability) best first; None when not asked for.
 
-    finish_reason: "stop" (eos, a stop id or a stop string), "length" or "abort". stop_reason: the stop id or string.
+    finish_reason: "stop" (eos, a stop id or a stop string), "length", "abort" or "error". stop_reason: the stop id or
+    string. error: what failed, when this choice alone did.
     """
 
     index: int
@@ -33,17 +34,22 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished prompt. prompt_logprobs: per prompt token, None for the first; None when not asked for."""
+    """A finished prompt. prompt_logprobs: per prompt token, None for the first; None when not asked for.
+
+    num_cached_tokens: prompt tokens that its first choice did not have to compute.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None
     outputs: list[CompletionOutput]
+    num_cached_tokens: int | None = None
 
 
 class LLM:
@@ -175,6 +181,7 @@ def to_output(answer: Answer) -> RequestOutput:
         prompt_token_ids=answer.prompt_ids,
         prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
         outputs=[_completion(choice) for choice in answer.choices],
+        num_cached_tokens=first.num_cached_tokens,
     )
 
 
@@ -187,6 +194,7 @@ def _completion(choice: Choice) -> CompletionOutput:
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         stop_reason=request.stop_reason,
+        error=str(request.error) if request.error else None,
     )
 
 

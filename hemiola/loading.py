@@ -44,7 +44,7 @@ class Loaded:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know and that is no error: unknown keys, disagreements, clamped settings, fallbacks."""
-        notes = [*self.config.warnings, *self.manifest.reports, *self.engine.plan.notes]
+        notes = [*self.config.warnings, *self.manifest.reports, *self.engine.notes]
         # The manifest reports missing KV scales where the checkpoint asks for an FP8 cache; here a setting did.
         is_set = self.engine.config.kv_cache_dtype == "fp8" and self.config.count(LayerKind.ATTENTION) > 0
         if is_set and not _asks_for_fp8_kv(self.manifest):
@@ -72,26 +72,27 @@ def load(
     """
     config = config or EngineConfig()
     folder, model_config, manifest = open_manifest(model, revision)
-    dtype = _activation_dtype(config, model_config)
+    dtype = activation_dtype(config, model_config)
     router_dtype = dtype if config.router_dtype == "auto" else _TORCH_DTYPES[config.router_dtype]
     ops = Ops(config.arms, KeptForms(config.expanded_bytes), strict=config.strict)
     engine = Engine(
         load_model(manifest, model_config, ops, dtype, router_dtype),
         config,
         eos_token_ids=read_eos_token_ids(folder) or model_config.eos_token_ids,
-        kv_dtype=torch.float8_e4m3fn if _kv_is_fp8(config, manifest) else dtype,
+        weight_bytes=sum(module.resident_bytes for module in manifest.modules),
+        kv_dtype=torch.float8_e4m3fn if kv_is_fp8(config, manifest) else dtype,
         tap=tap,
     )
     return Loaded(folder, model_config, manifest, engine, Tokenizer.from_folder(folder))
 
 
-def _activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> torch.dtype:
+def activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> torch.dtype:
     if config.dtype != "auto":
         return _TORCH_DTYPES[config.dtype]
     return torch.float32 if model_config.dtype == "float32" else torch.bfloat16
 
 
-def _kv_is_fp8(config: EngineConfig, manifest: Manifest) -> bool:
+def kv_is_fp8(config: EngineConfig, manifest: Manifest) -> bool:
     return _asks_for_fp8_kv(manifest) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype == "fp8"
 
 

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": {*BELOW_CONFIG, "config", "formats", "ops"},
     "cache": {*BELOW_CONFIG, "config", "model"},
     "engine": {*BELOW_CONFIG, "config", "formats", "ops", "model", "cache"},
+    "simulate": {*BELOW_CONFIG, "config", "model", "cache", "engine"},
 }
 TOP = {"loading", "front", "llm", "quantize", "inspect", "cli", "__init__", "__main__"}
 ROOMS = set(ALLOWED) | TOP
@@ -42,7 +43,7 @@ ONLY_IN = {
     "tokenizers": ("text/",),
     "jinja2": ("text/",),
     "typer": ("cli/",),
-    "rich": ("cli/", "inspect.py", "llm.py"),
+    "rich": ("cli/", "inspect.py", "llm.py", "simulate/table.py"),
     "transformers": (),
     "os": ("config/", "formats/", "quantize/", "cli/"),
 }

@@ -48,7 +48,7 @@ def test_every_link_leads_somewhere() -> None:
 
 def test_every_command_has_the_options_it_is_shown_with() -> None:
     shown = list(commands())
-    assert {words[0] for words in shown} == {"generate", "inspect", "quantize"}
+    assert {words[0] for words in shown} == {"generate", "inspect", "quantize", "simulate"}
     for name, *words in shown:
         help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).stdout
         for option in (word for word in words if word.startswith("--")):
@@ -66,7 +66,7 @@ def test_the_commands_on_the_shipped_model_run(monkeypatch: pytest.MonkeyPatch, 
         result = CliRunner().invoke(app, words, input="bada fu\n")
         assert result.exit_code == 0, (words, result.stderr)
         ran += 1
-    assert ran == 4
+    assert ran == 5
 
 
 @pytest.mark.usefixtures("shipped_text_model")

@@ -16,6 +16,7 @@ class CachePlan:
     """Counts and sizes of the two pools. A pattern without attention has no blocks (block_bytes 0), one without mamba
     layers has slots of 0 bytes that only bound the number of running requests.
 
+    num_snapshots: state slots beyond the requests' own, for snapshots. num_host_snapshots: places for them on the host.
     notes: one sentence per setting that was clamped.
     """
 
@@ -24,11 +25,14 @@ class CachePlan:
     block_size: int
     num_slots: int
     slot_bytes: int
+    num_snapshots: int
+    num_host_snapshots: int
     notes: tuple[str, ...]
 
     @property
     def total_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes + self.num_slots * self.slot_bytes
+        """On the device."""
+        return self.num_blocks * self.block_bytes + (self.num_slots + self.num_snapshots) * self.slot_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
         """KV blocks that a request of `num_tokens` needs."""
@@ -44,9 +48,14 @@ def plan_caches(
     max_model_len: int,
     activation_bytes: int,
     kv_element_bytes: int,
+    prefix_caching: bool,
+    snapshot_bytes: int,
+    host_snapshot_bytes: int,
+    max_snapshots: int | None,
 ) -> CachePlan:
     """Split a budget: state slots first, up to max_num_seqs and (with attention present) half of the budget or what a
-    single KV block leaves, then KV blocks, as many as the slots' requests could ever use.
+    single KV block leaves, then KV blocks, as many as the slots' requests could ever use, and with prefix caching as
+    many again for prefixes that nobody holds. Snapshots come out of their own budgets, max_snapshots at most.
 
     Raises: CapacityError when not even one request's state and one block fit.
     """
@@ -76,5 +85,18 @@ def plan_caches(
     num_blocks = 0
     if block_bytes:
         affordable = (budget_bytes - num_slots * slot_bytes) // block_bytes
-        num_blocks = min(affordable, num_slots * -(-max_model_len // block_size))
-    return CachePlan(num_blocks, block_bytes, block_size, num_slots, slot_bytes, tuple(notes))
+        num_blocks = min(affordable, num_slots * -(-max_model_len // block_size) * (2 if prefix_caching else 1))
+    num_snapshots = num_host_snapshots = 0
+    if slot_bytes and prefix_caching:
+        num_snapshots, num_host_snapshots = snapshot_bytes // slot_bytes, host_snapshot_bytes // slot_bytes
+        if max_snapshots is not None:
+            num_snapshots = min(num_snapshots, max_snapshots)
+        if not num_snapshots:
+            notes.append(
+                f"no prefix is reused: a state snapshot takes {slot_bytes:,} bytes, and snapshot_bytes is "
+                f"{snapshot_bytes:,}"
+            )
+            num_host_snapshots = 0
+    return CachePlan(
+        num_blocks, block_bytes, block_size, num_slots, slot_bytes, num_snapshots, num_host_snapshots, tuple(notes)
+    )

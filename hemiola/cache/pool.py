@@ -1,4 +1,4 @@
-"""A pool of equal pieces (KV blocks or state slots), each free or owned by exactly one request. Pure bookkeeping."""
+"""A pool of equal pieces (state slots), each free or owned by exactly one request. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hemiola.errors import CapacityError
 class Pool:
     """Hands out the pieces 0 .. size-1.
 
-    kind: what a piece is, for messages ("KV block", "state slot").
+    kind: what a piece is, for messages ("state slot").
     """
 
     def __init__(self, kind: str, size: int) -> None:
@@ -37,6 +37,10 @@ class Pool:
     def release(self, owner: str) -> None:
         """Give back all that `owner` holds; a request that holds nothing may say so, too."""
         self._free.extend(reversed(self._owned.pop(owner, [])))
+
+    def owned(self) -> dict[str, list[int]]:
+        """The pieces of each owner."""
+        return {owner: list(pieces) for owner, pieces in self._owned.items()}
 
     def check_integrity(self) -> None:
         """Every piece is free or owned, exactly once. Raises AssertionError naming the first that is not."""

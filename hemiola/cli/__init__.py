@@ -1,4 +1,4 @@
-"""The command line: `hemiola generate`, `inspect`, `quantize`; one file per command.
+"""The command line: `hemiola generate`, `inspect`, `quantize`, `simulate`; one file per command.
 
 Commands import torch and the engine only when they run, so that `hemiola --help` answers at once.
 """
@@ -16,6 +16,7 @@ from hemiola.cli.ending import Commands
 from hemiola.cli.generate import generate
 from hemiola.cli.inspect import inspect
 from hemiola.cli.quantize import quantize
+from hemiola.cli.simulate import simulate
 from hemiola.config.threads import wait_passively
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(inspect)
 app.command()(quantize)
+app.command()(simulate)
 
 
 def _show_version(asked: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hemiola.cli.answers import batch_figures, run_figures, stream_answer, write_answers, write_json
+from hemiola.cli.memory import show_memory
 from hemiola.cli.prompts import read_prompts
 from hemiola.cli.settings import engine_option, given, parse_arms, parse_biases, parse_bytes, sampling_option
 from hemiola.config.engine import DTYPES, KV_CACHE_DTYPES, EngineConfig
@@ -104,6 +105,38 @@ def generate(
         int | None,
         engine_option("cache_bytes", "For KV blocks and states, such as 512MiB.", parser=parse_bytes, metavar="BYTES"),
     ] = None,
+    no_prefix_caching: Annotated[
+        bool, engine_option("prefix_caching", "Compute every prompt from its beginning.", "--no-prefix-caching")
+    ] = False,
+    snapshot_bytes: Annotated[
+        int | None,
+        engine_option(
+            "snapshot_bytes",
+            "For state snapshots, beyond cache_bytes; a quarter of it where not given.",
+            parser=parse_bytes,
+            metavar="BYTES",
+        ),
+    ] = None,
+    host_snapshot_bytes: Annotated[
+        int | None,
+        engine_option(
+            "host_snapshot_bytes", "Host memory for snapshots that give way.", parser=parse_bytes, metavar="BYTES"
+        ),
+    ] = None,
+    swap_bytes: Annotated[
+        int | None,
+        engine_option("swap_bytes", "Host memory for requests that give way.", parser=parse_bytes, metavar="BYTES"),
+    ] = None,
+    prefill_tokens_per_s: Annotated[
+        float | None,
+        engine_option("prefill_tokens_per_s", "Assumed speed, to choose between computing again and swapping."),
+    ] = None,
+    host_bytes_per_s: Annotated[
+        float | None, engine_option("host_bytes_per_s", "Assumed speed to and from host memory, for the same choice.")
+    ] = None,
+    stall_seconds: Annotated[
+        float | None, engine_option("stall_seconds", "Without a step for so long, an engine with work is unhealthy.")
+    ] = None,
     expanded_bytes: Annotated[
         int | None,
         engine_option(
@@ -125,6 +158,7 @@ def generate(
     no_strict: Annotated[
         bool, engine_option("strict", "Allow counted fallbacks to the reference arm.", "--no-strict")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show on stderr where the memory goes.")] = False,
 ) -> None:
     """Generate text. A single prompt streams; a terminal shows the prompt dim, a pipe gets the answer alone."""
     prompts = read_prompts(prompt or [], prompt_file, prompt_ids)
@@ -134,6 +168,7 @@ def generate(
         "logit_bias": parse_biases(logit_bias or []),
         "skip_special_tokens": not keep_special_tokens,
         "strict": not no_strict,
+        "prefix_caching": not no_prefix_caching,
     }
     params = SamplingParams(**given(SamplingParams, options))
 
@@ -142,6 +177,8 @@ def generate(
     llm = LLM(model, revision=revision, **given(EngineConfig, options))
     for note in llm.loaded.notes:
         typer.echo(f"note: {note}", err=True)
+    if verbose:
+        show_memory(llm.loaded.engine.memory)
     inputs = [_chat_ids(llm, text) for text in prompts] if chat else prompts
     shown = [_shown(text, chat) for text in prompts]
     if len(prompts) == 1 and params.n == 1 and not as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hemiola.errors import ConfigError
 
@@ -14,6 +15,14 @@ KV_CACHE_DTYPES = ("auto", "model", "fp8")
 
 def _half_of_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def available_memory() -> int:
+    """Bytes that new allocations can take without swapping, as the system estimates it (page cache counts as free)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,17 @@ class EngineConfig:
     block_size: tokens per KV block. max_num_batched_tokens: tokens per step. max_num_seqs: requests running at once;
         clamped to the state slots that fit. max_model_len: tokens of prompt and output together; None is the model's
         max_position_embeddings.
-    cache_bytes: for KV blocks and state slots together. expanded_bytes: for the reference arm's expanded weights.
+    cache_bytes: for KV blocks and state slots together; clamped to the memory that is available.
+    expanded_bytes: for the reference arm's expanded weights.
+    prefix_caching: reuse beginnings of prompts. On by default: an entry is found by a 128-bit hash of all its tokens,
+        and only after the step that wrote it, so a hit reads what the same tokens wrote; and what is computed without a
+        hit is bit for bit what it is without caching. Its price is snapshot_bytes, and a step more for long prompts.
+    snapshot_bytes: for state snapshots, beyond cache_bytes; None is a quarter of cache_bytes, but not more than 8
+        snapshots for each of max_num_seqs. host_snapshot_bytes: of host memory, for snapshots that those displace.
+    swap_bytes: of host memory, for requests that had to make room for others.
+    prefill_tokens_per_s, host_bytes_per_s: what the choice between computing again and swapping assumes. The defaults
+        are planning figures (a 30B model on one recent GPU, a PCIe 5 host link), not measurements of this machine.
+    stall_seconds: an engine with work that completes no step for so long is unhealthy.
     arms: the arm of every op, or op names to arms (others run on the reference arm). strict: no counted fallbacks.
     seed: base of the seeds of requests that bring none.
     """
@@ -41,6 +60,13 @@ class EngineConfig:
     max_model_len: int | None = None
     cache_bytes: int = 2 << 30
     expanded_bytes: int = field(default_factory=_half_of_memory)
+    prefix_caching: bool = True
+    snapshot_bytes: int | None = None
+    host_snapshot_bytes: int = 0
+    swap_bytes: int = 1 << 30
+    prefill_tokens_per_s: float = 10_000.0
+    host_bytes_per_s: float = 25e9
+    stall_seconds: float = 60.0
     arms: str | Mapping[str, str] = "reference"
     strict: bool = True
     seed: int = 0
@@ -60,5 +86,10 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError("not a positive count", found=repr(value), expected="an integer >= 1", where=name)
-        if self.expanded_bytes < 0:
-            raise ConfigError("negative budget", found=self.expanded_bytes, expected=">= 0", where="expanded_bytes")
+        for name in ("expanded_bytes", "snapshot_bytes", "host_snapshot_bytes", "swap_bytes"):
+            budget = getattr(self, name)
+            if budget is not None and budget < 0:
+                raise ConfigError("negative budget", found=budget, expected=">= 0", where=name)
+        for name in ("prefill_tokens_per_s", "host_bytes_per_s", "stall_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError("not positive", found=getattr(self, name), expected="> 0", where=name)

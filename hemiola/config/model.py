@@ -155,7 +155,11 @@ class NemotronHConfig:
     @classmethod
     def from_folder(cls, path: str | Path) -> NemotronHConfig:
         """Read `config.json` in the folder `path`. Raises: ConfigError (also when it is absent or not JSON)."""
-        file = Path(path) / "config.json"
+        return cls.from_file(Path(path) / "config.json")
+
+    @classmethod
+    def from_file(cls, file: Path) -> NemotronHConfig:
+        """Read a config.json by itself. Raises: ConfigError (also when it is absent or not JSON)."""
         repeated: list[str] = []
 
         def build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from hemiola.cache.ledger import Holding
+from hemiola.cache.prefix import PrefixMiss
 from hemiola.config.sampling import SamplingParams
+from hemiola.errors import RequestError
 
 TokenLogprobs = list[tuple[int, float]]  # (token id, natural log-probability), best first
 
@@ -17,17 +20,22 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """stop: an eos id, a stop id or a stop string. length: max_tokens. abort: the caller withdrew it."""
+    """stop: an eos id, a stop id or a stop string. length: max_tokens. abort: the caller withdrew it. error: something
+    that belongs to this request alone failed; the request's `error` says what."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """seed: resolved seed of this request's random draws. num_computed: tokens whose KV and state are in the caches.
 
+    priority: lower runs first. arrival: number in order of arrival, given by the scheduler.
+    num_cached_tokens: prompt tokens that were reused when it first ran, None until then. prefix_miss: why not more.
+    num_preemptions: how often it had to make room.
     stop_reason: the stop id or stop string that ended it; None for eos and for other reasons.
     prompt_logprobs: per prompt position, None for the first; filled as the prompt is consumed.
     """
@@ -41,10 +49,42 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    blocks: list[int] = field(default_factory=list)
-    state_slot: int = -1
+    error: RequestError | None = None
+    priority: int = 0
+    arrival: int = -1
+    num_cached_tokens: int | None = None
+    prefix_miss: PrefixMiss | None = None
+    num_preemptions: int = 0
+    holding: Holding = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.holding = Holding(self.request_id)
+
+    @property
+    def blocks(self) -> list[int]:
+        """KV blocks, in order of its tokens."""
+        return self.holding.blocks
+
+    @property
+    def state_slot(self) -> int:
+        return self.holding.state_slot
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority numbers, then earlier arrivals."""
+        return self.priority, self.arrival
+
+    @property
+    def num_remaining(self) -> int:
+        """Known tokens that are still to be consumed."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """All that is left to consume is the token it said last."""
+        return self.num_remaining == 1 and bool(self.output_ids)
 
     @property
     def num_tokens(self) -> int:

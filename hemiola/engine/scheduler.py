@@ -1,30 +1,44 @@
-"""Scheduler: which requests bring how many tokens to the next step. Pure Python; no torch.
+"""Scheduler: which requests bring how many tokens to the next step, and who makes room for whom. Pure Python; no torch.
 
-A request is admitted when a state slot and the blocks of its whole length (prompt and max_tokens) are free, so a
-running request never runs out of memory. Each step spends a token budget: running decodes first, then prompts that are
-under way, then new ones, in order of arrival; a prompt that does not fit is cut, at a multiple of the SSD chunk size
-where one is in reach.
+Order: lower priority numbers first, then earlier arrivals. A step spends its token budget on decodes first, in order.
+What is left goes to prompts, which take turns: in every second step with prompts the first in order comes first, in the
+others the one with the least left (within a priority). So the oldest prompt gets at least every second step's budget,
+however many short ones arrive, and a short one waits for a long one for one step at most once it runs. Requests are
+admitted in order; one that finds no memory is not overtaken. A prompt is cut where the budget ends, at a multiple of
+the SSD chunk size where one is in reach, and at the last such multiple before a snapshot, which changes no bit of what
+it computes; the snapshot itself is taken inside the next piece (a mark).
+
+Blocks are taken as tokens come. A request is admitted when the tokens it has fit beside those that running requests
+still have to consume; it makes lower priorities give way, equal ones not. When a running request finds no block, the
+last in order gives way (perhaps itself), never the first, which therefore always gets on.
+
+A prompt whose prefix is being computed right now waits for it (for one other request at most) and reuses it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 
 from hemiola.cache.budget import CachePlan
-from hemiola.cache.pool import Pool
+from hemiola.cache.ledger import Ledger
+from hemiola.cache.movements import Movement
+from hemiola.cache.prefix import Match, MissReason, PrefixMiss
+from hemiola.config.engine import EngineConfig
+from hemiola.engine.preemption import PreemptionCosts, PreemptionCounts, PreemptionKind
 from hemiola.engine.request import Request, RequestStatus
 from hemiola.errors import CapacityError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """`request` consumes its next `num_tokens` tokens in this step."""
+    """`request` consumes its next `num_tokens` tokens in this step. marks: see model.batch.BatchRow."""
 
     request: Request
     num_tokens: int
+    marks: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -34,18 +48,26 @@ class ScheduledRow:
     @property
     def reaches_end(self) -> bool:
         """After this step every known token is consumed, so a new one is due."""
-        return self.request.num_computed + self.num_tokens == self.request.num_tokens
+        return self.num_tokens == self.request.num_remaining
 
 
 class Scheduler:
-    def __init__(self, plan: CachePlan, *, max_num_batched_tokens: int, max_model_len: int, chunk_size: int) -> None:
-        self.plan = plan
-        self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
-        self.chunk_size = chunk_size
-        self.blocks = Pool("KV block", plan.num_blocks)
-        self.slots = Pool("state slot", plan.num_slots)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+    """One cycle: rows = schedule(); apply take_movements(); run the rows; complete(rows); apply take_movements()."""
+
+    def __init__(self, plan: CachePlan, config: EngineConfig, *, max_model_len: int, chunk_size: int) -> None:
+        self.plan, self.max_model_len, self.chunk_size = plan, max_model_len, chunk_size
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.ledger = Ledger(plan, prefix_caching=config.prefix_caching, swap_bytes=config.swap_bytes)
+        self.blocks, self.slots = self.ledger.blocks, self.ledger.slots
+        self.costs = PreemptionCosts(config.prefill_tokens_per_s, config.host_bytes_per_s)
+        self.preemptions = PreemptionCounts()
+        self.waiting: list[Request] = []  # in order
+        self.running: list[Request] = []  # in order
+        self._rows: dict[Request, int] = {}
+        self._coming: dict[bytes, Request] = {}  # prefixes that running requests are about to make usable
+        self._waited_for: dict[Request, Request] = {}
+        self._num_added = 0
+        self._is_turn_of_short = False
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises: CapacityError when it could never run, whatever else finishes."""
@@ -70,19 +92,40 @@ class Scheduler:
                 where=request.request_id,
                 remedy="Shorten the prompt, lower max_tokens, or raise cache_bytes.",
             )
-        self.waiting.append(request)
+        request.arrival = self._num_added
+        self._num_added += 1
+        insort(self.waiting, request, key=_order)
 
     def schedule(self) -> list[ScheduledRow]:
-        """The next step's rows, decodes first; empty only when nothing is waiting or running."""
-        budget = self.max_num_batched_tokens
-        rows: list[ScheduledRow] = []
-        for request in chain(self._by_stage(decoding=True), self._by_stage(decoding=False), self._admit()):
-            count = self._chunk(request, budget)
-            rows.append(ScheduledRow(request, count))
-            budget -= count
-            if budget == 0:
-                break
-        return sorted(rows, key=lambda row: not row.is_decode)
+        """The next step's rows, decodes first, then in order; empty only when nothing is waiting or running."""
+        self._rows = {}
+        for request in [r for r in self.running if r.is_decoding]:
+            self._take(request)
+        self._schedule_prompts()
+        rows = [ScheduledRow(r, count, self._marks(r, count)) for r, count in self._rows.items()]
+        return sorted(rows, key=lambda row: (not row.is_decode, row.request.order))
+
+    def complete(self, rows: Iterable[ScheduledRow]) -> None:
+        """The step that ran these rows is done: count their tokens and publish what they wrote. Requests that were
+        released in the meantime are passed over."""
+        for row in rows:
+            request = row.request
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed += row.num_tokens
+                self.ledger.publish(request.holding, request.num_computed, request.tokens_between)
+                self._settle(request, [s for s in request.holding.stops if s <= request.num_computed])
+
+    def distrust(self) -> None:
+        """A step failed half-way: forget all cached content; every request starts again from its first token."""
+        for request in self.running:
+            self._restart(request)
+        for request in [*self.running, *self.waiting]:
+            self.ledger.release(request.holding)
+            request.num_computed = 0
+        self.waiting = sorted([*self.running, *self.waiting], key=_order)
+        self.running = []
+        self.ledger.prefix.clear()
+        self.ledger.take_movements()
 
     def release(self, request: Request) -> None:
         """Take a request out, wherever it is, and free all that it holds."""
@@ -90,37 +133,196 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self.blocks.release(request.request_id)
-        self.slots.release(request.request_id)
-        request.blocks, request.state_slot = [], -1
+        self._settle(request, request.holding.stops)
+        self._waited_for.pop(request, None)
+        self.ledger.release(request.holding)
+
+    def take_movements(self) -> list[Movement]:
+        """Copies to make now, in order; before the step's rows run, and again after `complete`."""
+        return self.ledger.take_movements()
 
     def check_integrity(self) -> None:
-        """Every block and slot is owned exactly once, and only by running requests."""
-        self.blocks.check_integrity()
-        self.slots.check_integrity()
-        assert self.slots.size - self.slots.num_free == len(self.running), "a state slot without a running request"
+        """Every block, slot, snapshot and host byte is owned exactly once, and only by live requests."""
+        self.ledger.check_integrity(r.holding for r in [*self.running, *self.waiting])
+        for queue, status in ((self.running, RequestStatus.RUNNING), (self.waiting, RequestStatus.WAITING)):
+            assert all(r.status is status for r in queue), f"a request in the wrong queue, not {status.value}"
+            assert [r.order for r in queue] == sorted(r.order for r in queue), (
+                f"{status.value} requests are out of order"
+            )
+        assert all(r.state_slot >= 0 for r in self.running), "a running request without a state slot"
+        assert all(r.state_slot < 0 and not r.blocks for r in self.waiting), "a waiting request holds memory"
+        assert all(r in self.running for r in self._coming.values()), "a prefix is awaited that nobody computes"
 
-    def _by_stage(self, *, decoding: bool) -> list[Request]:
-        return [r for r in self.running if (r.num_tokens - r.num_computed == 1 and bool(r.output_ids)) == decoding]
+    # Tokens
 
-    def _admit(self) -> Iterator[Request]:
-        """Waiting requests, first come first served, each given its slot and blocks as it is taken."""
-        while self.waiting and self.slots.num_free:
-            request = self.waiting[0]
-            needed = self.plan.blocks_for(request.max_total_tokens)
-            if needed > self.blocks.num_free:
-                return
-            self.waiting.popleft()
-            request.blocks = self.blocks.acquire(request.request_id, needed)
-            request.state_slot = self.slots.acquire(request.request_id, 1)[0]
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            yield request
+    @property
+    def _budget(self) -> int:
+        return self.max_num_batched_tokens - sum(self._rows.values())
+
+    def _take(self, request: Request) -> None:
+        """Put a running request's next tokens into the step, as many as there is budget for, making room for them."""
+        budget = self._budget
+        if budget and request.status is RequestStatus.RUNNING:
+            count = self._chunk(request, budget)
+            if self._make_room(request, request.num_computed + count):
+                self._rows[request] = count
+
+    def _marks(self, request: Request, count: int) -> tuple[tuple[int, int], ...]:
+        return self.ledger.reserve(request.holding, request.num_computed, request.num_computed + count)
 
     def _chunk(self, request: Request, budget: int) -> int:
-        """Tokens to take now: all that remain, or the budget, cut back to the SSD grid where that is in reach."""
-        remaining = request.num_tokens - request.num_computed
-        if remaining <= budget:
-            return remaining
-        past_grid = (request.num_computed + budget) % self.chunk_size
+        """Tokens to take now: all, or up to the SSD grid before the next snapshot, or the budget, cut back to the grid
+        where that is in reach."""
+        done = request.num_computed
+        edges = [s // self.chunk_size * self.chunk_size - done for s in request.holding.stops]
+        wanted = min([edge for edge in edges if edge > 0], default=request.num_remaining)
+        if wanted <= budget:
+            return wanted
+        past_grid = (done + budget) % self.chunk_size
         return budget - past_grid if past_grid < budget else budget
+
+    def _schedule_prompts(self) -> None:
+        prompts = [r for r in self.running if not r.is_decoding]
+        arrivals = self.waiting[: max(1, self.slots.num_free)]
+        if not prompts and not arrivals:
+            return
+        left = [r.num_remaining for r in prompts]
+        # Arrivals keep their order: each counts for as much as the longest before it.
+        left += accumulate((r.num_remaining for r in arrivals), max)
+        candidates = list(zip(left, [*prompts, *arrivals], strict=True))
+        if self._is_turn_of_short:
+            candidates.sort(key=lambda pair: (pair[1].priority, pair[0], pair[1].arrival))
+        else:
+            candidates.sort(key=lambda pair: pair[1].order)
+        self._is_turn_of_short = not self._is_turn_of_short
+        is_full = False
+        for _, request in candidates:
+            if not self._budget:
+                break
+            # A prompt that had to give way in this very step is not let in again.
+            if request in arrivals and not is_full:
+                is_full = not self._admit(request)
+            self._take(request)
+
+    # Memory
+
+    def _admit(self, request: Request) -> bool:
+        """Let a waiting request run, unless it waits for a prefix. False: there is no room for it now."""
+        holding = request.holding
+        match = self._find(request)
+        if holding.swapped is None and self._is_coming(request, match):
+            return True
+        while not self._fits(request, match):
+            victim = self.running[-1] if self.running else None
+            if victim is None or victim.priority <= request.priority:
+                return False
+            self._preempt(victim)
+            match = self._find(request)
+        try:
+            if holding.swapped is not None:
+                self.ledger.swap_in(holding)
+            else:
+                self.ledger.admit(holding, match)
+        except CapacityError:
+            return False
+        if request.num_computed == 0:
+            self._start(request, match)
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=_order)
+        return True
+
+    def _start(self, request: Request, match: Match) -> None:
+        """Its first token in this run is the one after the reused prefix; plan its snapshots."""
+        request.num_computed = match.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens, request.prefix_miss = match.num_tokens, match.miss
+            self.ledger.prefix.totals.count(len(request.prompt_ids), match)
+        if self.ledger.prefix.enabled and self.ledger.prefix.has_states:
+            size = self.plan.block_size
+            last = (len(request.prompt_ids) - 1) // size * size
+            request.holding.stops = tuple(sorted({s for s in (match.diverges_at, last) if s > match.num_tokens}))
+            for stop in request.holding.stops:
+                self._coming.setdefault(request.holding.keys[stop // size - 1], request)
+        else:
+            request.holding.stops = ()
+
+    def _find(self, request: Request) -> Match:
+        match = self.ledger.find(request.holding, request.num_tokens, request.tokens_between)
+        if request.params.prompt_logprobs is None or len(request.prompt_logprobs) == len(request.prompt_ids):
+            return match
+        # Every prompt token has to be run to know what it predicts.
+        missed = match.num_tokens + (match.miss.num_tokens if match.miss else 0)
+        return Match(0, [], None, PrefixMiss(MissReason.DISABLED, missed))
+
+    def _is_coming(self, request: Request, match: Match) -> bool:
+        """Whether to wait for a running request that is about to make a longer prefix of this one usable. A request
+        waits for one other at most, and for none of lower priority."""
+        size = self.plan.block_size
+        if not self._coming or request.params.prompt_logprobs is not None:
+            return False
+        for index in range((request.num_tokens - 1) // size - 1, match.num_tokens // size - 1, -1):
+            key = request.holding.keys[index]
+            if key in self._coming:
+                leader = self._coming[key]
+                return leader.priority <= request.priority and self._waited_for.setdefault(request, leader) is leader
+        return False
+
+    def _settle(self, request: Request, stops: Iterable[int]) -> None:
+        """These stops of a request are behind it, or will not come."""
+        for stop in stops:
+            key = request.holding.keys[stop // self.plan.block_size - 1]
+            if self._coming.get(key) is request:
+                del self._coming[key]
+
+    def _fits(self, request: Request, match: Match) -> bool:
+        """A state slot, and blocks for all known tokens besides what running requests still have to consume."""
+        promised = sum(self.plan.blocks_for(r.num_tokens) - len(r.blocks) for r in self.running)
+        if request.holding.swapped is not None:
+            needed = self.plan.blocks_for(request.num_tokens)
+        else:
+            needed = self.ledger.num_blocks_needed(request.num_tokens, match)
+        return self.slots.num_free > 0 and needed + max(0, promised) <= self.blocks.num_free
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens of a running request; False when it had to give way itself, or has to wait."""
+        while True:
+            try:
+                self.ledger.extend(request.holding, num_tokens)
+                return True
+            except CapacityError:
+                victim = self.running[-1]
+                if victim is self.running[0]:
+                    return False
+                self._preempt(victim)
+                if victim is request:
+                    return False
+
+    def _preempt(self, request: Request) -> None:
+        """Take memory from a running request and send it back to the waiting ones, where its order is kept."""
+        holding = request.holding
+        known = self.ledger.surviving_tokens(holding)
+        room = self.ledger.swap_bytes - self.ledger.swapped_bytes
+        decision = self.costs.decide(
+            request.request_id, max(0, request.num_computed - known), self.ledger.held_bytes(holding), room
+        )
+        self._rows.pop(request, None)
+        self._restart(request)
+        self.running.remove(request)
+        if decision.kind is PreemptionKind.SWAP and request.num_computed:
+            self.ledger.swap_out(holding)
+        else:
+            self.ledger.release(holding)
+            request.num_computed = 0
+        insort(self.waiting, request, key=_order)
+        self.preemptions.count(decision)
+
+    def _restart(self, request: Request) -> None:
+        """From running to waiting, in what does not concern memory."""
+        self._settle(request, request.holding.stops)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

@@ -22,16 +22,59 @@ class BatchRow:
 
     token_ids: the tokens to consume now. num_computed: tokens consumed by earlier steps. blocks: the request's KV
     blocks in order, covering num_computed + len(token_ids) tokens. state_slot: its recurrent state slot.
+    marks: (tokens, state slot) pairs: the state after so many of this row's tokens goes into that slot, too. What the
+    row itself computes is not changed by it in any bit.
     """
 
     token_ids: Sequence[int]
     num_computed: int
     blocks: Sequence[int]
     state_slot: int
+    marks: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:
         return len(self.token_ids) == 1 and self.num_computed > 0
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Prefill rows again, each up to a token whose state is kept: M of them, of S tokens in all.
+
+    tokens: (S,) int64 into the prefill rows' tokens. start_loc: (M + 1,) int32. sources, slots: (M,) int32 state slots
+    of the request and of the kept state. num_computed: (M,) int32.
+    """
+
+    tokens: torch.Tensor
+    start_loc: torch.Tensor
+    sources: torch.Tensor
+    slots: torch.Tensor
+    num_computed: torch.Tensor
+
+    @classmethod
+    def build(cls, prefills: Sequence[BatchRow]) -> Marks | None:
+        """The marks of a batch's prefill rows, None when there are none."""
+        tokens: list[int] = []
+        starts, sources, slots, computed = [0], [], [], []
+        first = 0
+        for row in prefills:
+            for num_tokens, slot in row.marks:
+                assert 0 < num_tokens < len(row.token_ids), "a mark lies inside of its row"
+                tokens.extend(range(first, first + num_tokens))
+                starts.append(len(tokens))
+                sources.append(row.state_slot)
+                slots.append(slot)
+                computed.append(row.num_computed)
+            first += len(row.token_ids)
+        if not slots:
+            return None
+        lists = (starts, sources, slots, computed)
+        return cls(torch.tensor(tokens), *(torch.tensor(values, dtype=torch.int32) for values in lists))
+
+    @cached_property
+    def has_initial_state(self) -> torch.Tensor:
+        """(M,) bool, as in ForwardBatch."""
+        return self.num_computed > 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +83,8 @@ class ForwardBatch:
 
     token_ids: (T,) int64. query_start_loc: (R + 1,) int32. seq_lens: (R,) int32, tokens including this step's; 0 in a
     padded row. num_computed: (R,) int32. slot_mapping: (T,) int64 KV slot, block * block_size + offset, or PAD.
-    block_table: (R, max_blocks) int32. state_indices: (R,) int32 state slot, or PAD.
+    block_table: (R, max_blocks) int32. state_indices: (R,) int32 state slot, or PAD. marks: states to keep besides, as
+    in BatchRow.
     """
 
     token_ids: torch.Tensor
@@ -51,6 +95,7 @@ class ForwardBatch:
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     state_indices: torch.Tensor
+    marks: Marks | None
 
     @classmethod
     def build(cls, rows: Sequence[BatchRow], block_size: int, *, pad_decodes_to: int = 0) -> ForwardBatch:
@@ -96,6 +141,7 @@ class ForwardBatch:
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
             block_table=torch.tensor(table, dtype=torch.int32),
             state_indices=torch.tensor(states, dtype=torch.int32),
+            marks=Marks.build(rows[len(decodes) :]),
         )
 
     @property

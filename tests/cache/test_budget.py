@@ -29,6 +29,10 @@ def plan(specs: list[Any], budget_bytes: int, **changes: Any) -> CachePlan:
         "max_model_len": 1024,
         "activation_bytes": 2,
         "kv_element_bytes": 2,
+        "prefix_caching": False,
+        "snapshot_bytes": 0,
+        "host_snapshot_bytes": 0,
+        "max_snapshots": None,
     }
     return plan_caches(specs, budget_bytes=budget_bytes, **(values | changes))
 

@@ -1,4 +1,4 @@
-"""The pool of blocks or slots: random sequences of operations keep every piece owned exactly once."""
+"""The pool of state slots: random sequences of operations keep every piece owned exactly once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool("KV block", 0)
+        self.pool = Pool("state slot", 0)
         self.size = 0
         self.owned: dict[str, list[int]] = {}
         self.serial = 0
 
     @initialize(size=st.integers(0, 12))
     def make(self, size: int) -> None:
-        self.pool, self.size = Pool("KV block", size), size
+        self.pool, self.size = Pool("state slot", size), size
 
     @property
     def num_owned(self) -> int:

@@ -1,6 +1,7 @@
 """Public bug reports about who runs when: budgets, slots, and neighbours that must not matter, through LLM.
 
-There is no prefix cache yet, so every check runs without one.
+Prefix caching is on, as by default, except where the same prompt has to be computed again. What is about reuse itself
+is in test_reuse.
 """
 
 from __future__ import annotations
@@ -59,12 +60,13 @@ def test_b24_more_sequences_than_state_slots(tiny_folder: Folder) -> None:
 # B25
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("budget", [1, 3, 7, 15, 16, 17])
-def test_b25_pieces_smaller_than_a_chunk(tiny_folder: Folder, budget: int) -> None:
+def test_b25_pieces_smaller_than_a_chunk(tiny_folder: Folder, budget: int, prefix_caching: bool) -> None:
     folder = tiny_folder("MEM*E-", conv_gain=30.0)
     prompt, params = ids(50), SamplingParams(max_tokens=6, ignore_eos=True)
     whole = LLM(folder, dtype="float32").generate([prompt], params)[0].outputs[0].token_ids
-    llm = LLM(folder, dtype="float32", max_num_batched_tokens=budget)
+    llm = LLM(folder, dtype="float32", max_num_batched_tokens=budget, prefix_caching=prefix_caching)
     witness = Witness(llm.loaded.engine)
     assert llm.generate([prompt], params)[0].outputs[0].token_ids == whole
     seen = witness.seen["request-0.0"]
@@ -116,7 +118,7 @@ def together(llm: LLM, witness: Witness, prompts: list[list[int]]) -> Seen:
 @pytest.mark.parametrize("scheme", ["f32", "bf16", "lightning"])
 def test_b27_the_neighbours_contents_change_no_bit(tiny_folder: Folder, scheme: str) -> None:
     """Batches of equal shape and lengths, with other contents beside the first row."""
-    llm = LLM(tiny_folder("MEM*E-", scheme), max_num_batched_tokens=40)
+    llm = LLM(tiny_folder("MEM*E-", scheme), max_num_batched_tokens=40, prefix_caching=False)
     witness, prompt = Witness(llm.loaded.engine), ids(19)
     lengths = [7, 30, 1]
     first = together(llm, witness, [prompt, *(ids(n, n) for n in lengths)])

@@ -71,6 +71,10 @@ def test_only_fields_that_are_given_are_passed_on() -> None:
 
 @pytest.mark.parametrize("owner", [SamplingParams, EngineConfig])
 def test_every_field_is_an_option(owner: type) -> None:
-    off_switches = {"skip_special_tokens": "keep_special_tokens", "strict": "no_strict"}
+    off_switches = {
+        "skip_special_tokens": "keep_special_tokens",
+        "strict": "no_strict",
+        "prefix_caching": "no_prefix_caching",
+    }
     names = {off_switches.get(field.name, field.name) for field in fields(owner)} - {"forced_output_ids"}
     assert names - inspect.signature(generate).parameters.keys() == set()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hemiola.cache.budget import CachePlan
+from hemiola.config.engine import EngineConfig
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import FinishReason, Request, RequestStatus
 from hemiola.engine.scheduler import ScheduledRow, Scheduler
@@ -17,11 +18,12 @@ from hemiola.errors import CapacityError, RequestError
 
 
 def plan(num_blocks: int = 20, num_slots: int = 4, block_size: int = 8, block_bytes: int = 100) -> CachePlan:
-    return CachePlan(num_blocks if block_bytes else 0, block_bytes, block_size, num_slots, 10, ())
+    return CachePlan(num_blocks if block_bytes else 0, block_bytes, block_size, num_slots, 10, 0, 0, ())
 
 
 def scheduler(budget: int = 32, chunk_size: int = 16, max_model_len: int = 128, **sizes: int) -> Scheduler:
-    return Scheduler(plan(**sizes), max_num_batched_tokens=budget, max_model_len=max_model_len, chunk_size=chunk_size)
+    config = EngineConfig(max_num_batched_tokens=budget, prefix_caching=False)
+    return Scheduler(plan(**sizes), config, max_model_len=max_model_len, chunk_size=chunk_size)
 
 
 def request(name: str, prompt: int, max_tokens: int = 8) -> Request:
@@ -58,8 +60,7 @@ class Run:
         self.check(rows, decoding)
         self.num_steps += 1
         self.first_scheduled += [r.request.request_id for r in rows if r.request.num_computed == 0]
-        for row in rows:
-            row.request.num_computed += row.num_tokens
+        self.scheduler.complete(rows)
         for row in rows:
             if row.request.num_computed == row.request.num_tokens:
                 row.request.output_ids.append(1)
@@ -191,9 +192,9 @@ def test_what_a_cut_leaves_goes_to_the_next_request() -> None:
 def test_a_piece_of_one_token_stands_among_the_decodes() -> None:
     run = Run(scheduler(budget=17))
     run.add(request("a", 60, 1))
-    run.add(request("b", 20, 1))
+    run.add(request("b", 17, 1))
     assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("a", 16), ("b", 1)]
-    assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("b", 1), ("a", 16)]
+    assert [(row.request.request_id, row.num_tokens) for row in run.step()] == [("a", 1), ("b", 16)]
 
 
 def test_who_does_not_fit_yet_waits_and_is_not_overtaken() -> None:

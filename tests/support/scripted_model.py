@@ -1,13 +1,15 @@
 """A model that says what it is told: a fixed list of ids per prompt, for tests of everything around the model.
 
 It has the interface that Engine asks for, one attention and one mamba layer's worth of caches (so that blocks and state
-slots are handed out), and no weights. A prompt is recognised by its ids, however it is cut into steps.
+slots are handed out), and no weights. A prompt is recognised by its ids, however it is cut into steps. What a request
+has consumed is in its state, as the number of a history, so that a state that is copied, restored or mixed up shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,20 +38,34 @@ class ScriptedModel:
         self.dtype = torch.float32
         self.ops = Ops("reference", KeptForms(0))
         self.cache_specs = (StateSpec(0, 1, 1, 1, 1, 1), KVSpec(1, 1, 1))
-        self._consumed: dict[int, list[int]] = {}  # by state slot
+        self._histories: list[list[int]] = []  # by the number that stands in a state
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Any], tap: object = None) -> Tensor:
         """(T, 1): after a token that completes what is known of a request, the id to say next; elsewhere -1."""
         hidden = torch.full((batch.num_tokens, 1), -1.0)
         starts = batch.query_start_loc.tolist()
         rows = zip(starts, starts[1:], batch.state_indices.tolist(), batch.num_computed.tolist(), strict=False)
+        if (marks := batch.marks) is not None:
+            ids = batch.token_ids[batch.num_decodes :][marks.tokens].tolist()
+            ends = marks.start_loc.tolist()
+            for mark, (start, end) in enumerate(pairwise(ends)):
+                source, slot = int(marks.sources[mark]), int(marks.slots[mark])
+                before = self._consumed(caches, source) if marks.num_computed[mark] else []
+                self._keep(caches, slot, before + ids[start:end])
         for start, end, slot, computed in rows:
-            consumed = self._consumed.setdefault(slot, [])
-            del consumed[computed:]
+            consumed = self._consumed(caches, slot) if computed else []
             assert len(consumed) == computed, "a step continues where the last one ended"
-            consumed += batch.token_ids[start:end].tolist()
+            consumed = consumed + batch.token_ids[start:end].tolist()
+            self._keep(caches, slot, consumed)
             hidden[end - 1] = self._next(consumed)
         return hidden
+
+    def _consumed(self, caches: Sequence[Any], slot: int) -> list[int]:
+        return self._histories[int(caches[0].ssm[slot].flatten()[0])]
+
+    def _keep(self, caches: Sequence[Any], slot: int, consumed: list[int]) -> None:
+        caches[0].ssm[slot] = len(self._histories)
+        self._histories.append(consumed)
 
     def logits(self, hidden: Tensor, tap: object = None) -> Tensor:
         """All but one id are far below."""

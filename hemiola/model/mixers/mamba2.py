@@ -76,15 +76,37 @@ class Mamba2Mixer:
 
     def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, batch: ForwardBatch, cache: StateTensors) -> torch.Tensor:
         """The prefill rows' tokens: (T, Dc) and (T, H) -> (T, H, P)."""
-        p, d = self.parameters, batch.num_decodes
-        slots, starts = batch.state_indices[d:], batch.prefill_start_loc
+        d, marks = batch.num_decodes, batch.marks
+        if marks is not None:  # the request's own state has to be copied before its rows move on
+            for states in cache:
+                states[marks.slots] = states[marks.sources]
+            self._scan_rows(
+                xBC[marks.tokens], dt[marks.tokens], marks.slots, marks.start_loc, marks.num_computed,
+                marks.has_initial_state, cache,
+            )  # fmt: skip
+        return self._scan_rows(
+            xBC, dt, batch.state_indices[d:], batch.prefill_start_loc, batch.num_computed[d:],
+            batch.has_initial_state[d:], cache,
+        )  # fmt: skip
+
+    def _scan_rows(
+        self,
+        xBC: torch.Tensor,
+        dt: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        num_computed: torch.Tensor,
+        has_initial_state: torch.Tensor,
+        cache: StateTensors,
+    ) -> torch.Tensor:
+        p = self.parameters
         convolved = self.ops.causal_conv1d(
-            xBC, p.conv_weight, p.conv_bias, cache.conv, slots, starts, batch.has_initial_state[d:]
+            xBC, p.conv_weight, p.conv_bias, cache.conv, slots, starts, has_initial_state
         )
         inputs, B, C = self._split(convolved)
         y: torch.Tensor = self.ops.ssd_scan(
-            inputs, dt, p.A, B, C, p.D, p.dt_bias, cache.ssm, slots, starts, batch.num_computed[d:],
-            self.chunk_size, self.dt_limit,
+            inputs, dt, p.A, B, C, p.D, p.dt_bias, cache.ssm, slots, starts, num_computed, self.chunk_size,
+            self.dt_limit,
         )  # fmt: skip
         return y
 

@@ -1,0 +1,218 @@
+"""Scheduler, ledger, prefixes, snapshots and swapping under any load: random operations against the caches in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hemiola.cache.budget import CachePlan
+from hemiola.config.engine import EngineConfig
+from hemiola.config.sampling import SamplingParams
+from hemiola.engine.request import Request
+from hemiola.engine.scheduler import ScheduledRow, Scheduler
+from hemiola.errors import CapacityError
+from tests.support.shadow import Shadow
+
+OPERATIONS: Counter[str] = Counter()
+BLOCK = 4
+EVENTS = [
+    "fail",
+    "abort",
+    "refuse",
+    "swapped",
+    "recomputed",
+    "hit",
+    "host hit",
+    "evicted snapshot",
+    "evicted block",
+    "rolled",
+]
+EVENTS += [f"miss {reason}" for reason in ("no_kv", "no_state", "evicted", "too_short", "disabled")]
+
+
+def shadow(
+    num_blocks: int = 24,
+    num_slots: int = 4,
+    num_snapshots: int = 6,
+    num_host: int = 0,
+    *,
+    block_bytes: int = 100,
+    slot_bytes: int = 50,
+    chunk_size: int = 4,
+    **settings_: Any,
+) -> Shadow:
+    plan = CachePlan(
+        num_blocks if block_bytes else 0,
+        block_bytes,
+        BLOCK,
+        num_slots,
+        slot_bytes,
+        num_snapshots if slot_bytes else 0,
+        num_host if slot_bytes else 0,
+        (),
+    )
+    config = EngineConfig(**settings_)
+    return Shadow(Scheduler(plan, config, max_model_len=400, chunk_size=chunk_size))
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 6, priority: int = 0, **params: Any) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), 0, priority=priority)
+
+
+class Load(RuleBasedStateMachine):
+    """Prompts are beginnings of a few texts with tails of their own, so that prefixes are shared, and diverge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow = shadow()
+        self.serial = 0
+        self.in_flight: list[ScheduledRow] | None = None
+
+    @initialize(
+        num_blocks=st.integers(17, 26),
+        num_slots=st.integers(1, 5),
+        num_snapshots=st.integers(0, 8),
+        num_host=st.sampled_from([0, 0, 1, 4]),
+        sizes=st.sampled_from([(100, 50), (100, 50), (100, 50), (0, 50), (100, 0), (0, 0)]),
+        chunk_size=st.sampled_from([1, 4, 8, 16]),
+        budget=st.sampled_from([1, 3, 8, 17, 64]),
+        speed=st.sampled_from([1e-3, 1.0, 1e12]),
+        swap_bytes=st.sampled_from([0, 600, 10**6]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def make(
+        self, num_blocks: int, num_slots: int, num_snapshots: int, num_host: int, sizes: tuple[int, int],
+        chunk_size: int, budget: int, speed: float, swap_bytes: int, caching: bool,
+    ) -> None:  # fmt: skip
+        self.shadow = shadow(
+            num_blocks, num_slots, num_snapshots, num_host, block_bytes=sizes[0], slot_bytes=sizes[1],
+            chunk_size=chunk_size, max_num_batched_tokens=budget, prefill_tokens_per_s=speed, host_bytes_per_s=100.0,
+            swap_bytes=swap_bytes, prefix_caching=caching,
+        )  # fmt: skip
+
+    @rule(
+        text=st.integers(0, 2),
+        shared=st.integers(0, 30),
+        tail=st.integers(0, 12),
+        output=st.integers(1, 24),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        copies=st.sampled_from([1, 1, 1, 3]),
+        fresh=st.booleans(),
+        needs_all=st.sampled_from([None, None, None, 0]),
+    )
+    def add(
+        self, text: int, shared: int, tail: int, output: int, priority: int, copies: int, fresh: bool,
+        needs_all: int | None,
+    ) -> None:  # fmt: skip
+        own = 1000 + self.serial if fresh else 900
+        prompt = [10 * text + position % 7 for position in range(shared)] + [own + i for i in range(tail)]
+        for _ in range(copies):
+            self.serial += 1
+            new = request(str(self.serial), prompt or [5], output, priority, prompt_logprobs=needs_all)
+            self.shadow.add(new)
+        OPERATIONS["add"] += copies
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.shadow.step()
+            OPERATIONS["step"] += 1
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def begin_step(self) -> None:
+        self.in_flight = self.shadow.schedule()
+        self.shadow.run(self.in_flight)
+        OPERATIONS["begin"] += 1
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def end_step(self) -> None:
+        assert self.in_flight is not None
+        self.shadow.complete(self.in_flight)
+        self.in_flight = None
+        OPERATIONS["end"] += 1
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def fail_step(self) -> None:
+        """The model raised in the middle: its slots and blocks hold anything now."""
+        for row in self.in_flight or ():
+            if row.request.state_slot >= 0:
+                self.shadow.states[row.request.state_slot] = None
+        self.shadow.scheduler.distrust()
+        self.shadow.host.clear()
+        self.in_flight = None
+        OPERATIONS["fail"] += 1
+
+    @precondition(lambda self: self.shadow.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.shadow.abort(data.draw(st.sampled_from(self.shadow.unfinished)))
+        OPERATIONS["abort"] += 1
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(after=st.integers(0, 4), pool=st.sampled_from(["blocks", "slots"]))
+    def refuse(self, after: int, pool: str) -> None:
+        """One step in which the allocation after the next `after` ones fails, though there is room."""
+        owner: Any = getattr(self.shadow.scheduler.ledger, pool)
+        original, calls = owner.acquire, [0]
+
+        def acquire(*arguments: Any) -> list[int]:
+            calls[0] += 1
+            if calls[0] == after + 1:
+                raise CapacityError("forced")
+            return original(*arguments)  # type: ignore[no-any-return]
+
+        owner.acquire = acquire
+        try:
+            rows = self.shadow.schedule()
+            self.shadow.run(rows)
+            self.shadow.complete(rows)
+        finally:
+            owner.acquire = original
+        OPERATIONS["refuse"] += calls[0] > after
+        OPERATIONS["step"] += 1
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.shadow.check()
+
+    def teardown(self) -> None:
+        if self.in_flight is not None:
+            self.shadow.complete(self.in_flight)
+        self.shadow.finish()
+        counts = self.shadow.scheduler.preemptions
+        if counts.swapped:
+            event("swapped")
+        if counts.recomputed:
+            event("recomputed")
+        ledger = self.shadow.scheduler.ledger
+        for kind, count in (
+            ("swapped", counts.swapped),
+            ("recomputed", counts.recomputed),
+            ("hit", ledger.prefix.totals.prompts_hit),
+            ("host hit", ledger.snapshots.counts.host_hits),
+            ("evicted snapshot", ledger.snapshots.counts.evicted),
+            ("evicted block", ledger.blocks.num_evicted),
+            ("rolled", ledger.snapshots.counts.rolled),
+            *((f"miss {reason.value}", n) for reason, n in ledger.prefix.totals.misses.items()),
+        ):
+            OPERATIONS[kind] += count
+
+
+Load.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=True)
+test_any_load = Load.TestCase
+
+
+def test_the_load_was_one() -> None:
+    """The operations above were as many as are promised, and met every event that the code distinguishes."""
+    counted = sum(OPERATIONS[kind] for kind in ("add", "step", "begin", "end", "fail", "abort", "refuse"))
+    assert counted == 0 or counted >= 10_000, "0: this test was picked alone"
+    missed = [kind for kind in EVENTS if not OPERATIONS[kind]] if counted else []
+    assert missed == [], dict(OPERATIONS)
