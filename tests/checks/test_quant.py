@@ -41,7 +41,7 @@ SCALES = [(0.5, 2.0), (0.037, 0.11)]
 def test_b12_kv_scales_of_the_file_are_used(tiny_folder: Folder, scales: tuple[float, float]) -> None:
     """Layer 1 has scales and layer 3 has none: the run is the one with these scales, and not the one with 1.0."""
     folder = tiny_folder("M*M*", kv_scales={1: scales})
-    # Without the cuts of prefix caching: where a value lies on the edge of two e4m3 codes, other shapes choose the other.
+    # Without the cuts of prefix caching: a value on the edge of two e4m3 codes may take the other one at other shapes.
     llm = LLM(folder, dtype="float32", max_num_batched_tokens=13, prefix_caching=False)
     manifest = llm.loaded.manifest
     assert manifest.kv_scales(1) == (pytest.approx(scales[0]), pytest.approx(scales[1]), "checkpoint")
