@@ -28,8 +28,9 @@ from hemiola.cache.movements import Movement
 from hemiola.cache.prefix import Match, MissReason, PrefixMiss
 from hemiola.config.engine import EngineConfig
 from hemiola.engine.preemption import PreemptionCosts, PreemptionCounts, PreemptionKind
+from hemiola.engine.refusal import refuse_impossible
 from hemiola.engine.request import Request, RequestStatus
-from hemiola.errors import CapacityError, RequestError
+from hemiola.errors import CapacityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +71,8 @@ class Scheduler:
         self._is_turn_of_short = False
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises: CapacityError when it could never run, whatever else finishes."""
-        prompt, output = len(request.prompt_ids), request.params.max_tokens
-        if not prompt:
-            raise RequestError("the prompt is empty", expected="at least one token", where=request.request_id)
-        arithmetic = f"{prompt} prompt + {output} output = {prompt + output} tokens"
-        if prompt + output > self.max_model_len:
-            raise CapacityError(
-                "longer than the model allows",
-                found=arithmetic,
-                expected=f"at most max_model_len {self.max_model_len}",
-                where=request.request_id,
-                remedy="Shorten the prompt or lower max_tokens.",
-            )
-        needed = self.plan.blocks_for(prompt + output)
-        if needed > self.plan.num_blocks:
-            raise CapacityError(
-                "can never fit the KV cache",
-                found=f"{arithmetic} = {needed} blocks of {self.plan.block_size}",
-                expected=f"at most {self.plan.num_blocks} blocks",
-                where=request.request_id,
-                remedy="Shorten the prompt, lower max_tokens, or raise cache_bytes.",
-            )
+        """Queue a request. Raises: RequestError, CapacityError; see `refuse_impossible`."""
+        refuse_impossible(request, self.plan, self.max_model_len)
         request.arrival = self._num_added
         self._num_added += 1
         insort(self.waiting, request, key=_order)

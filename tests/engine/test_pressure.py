@@ -216,3 +216,27 @@ def test_the_load_was_one() -> None:
     assert counted == 0 or counted >= 10_000, "0: this test was picked alone"
     missed = [kind for kind in EVENTS if not OPERATIONS[kind]] if counted else []
     assert missed == [], dict(OPERATIONS)
+
+
+def test_an_abort_in_the_middle_of_a_step_lets_go_of_pins_and_reservations() -> None:
+    """A request that starts from a snapshot and is about to write another, aborted before its step is done."""
+    run = shadow(chunk_size=16)
+    run.add(request("first", list(range(10))))
+    run.finish()
+    run.add(request("second", [*range(10), *range(50, 60)]))
+    second = run.unfinished[0]
+    rows = run.schedule()
+    snapshots = run.scheduler.ledger.snapshots
+    assert (second.num_cached_tokens, snapshots.num_pins) == (8, 1)
+    run.run(rows)
+    run.abort(second)
+    assert (snapshots.num_pins, snapshots.num_reserved) == (0, 0)
+    run.complete(rows)
+    run.finish()
+    run.add(request("third", list(range(30, 42))))
+    rows = run.schedule()
+    assert [count for count, _ in rows[0].marks] == [8]
+    assert snapshots.num_reserved == 1
+    run.abort(run.unfinished[0])
+    assert snapshots.num_reserved == 0
+    run.finish()

@@ -269,3 +269,31 @@ class TestRefusals:
                 s.add(bad)
         assert s.schedule() == []
         s.check_integrity()
+
+
+def test_prompts_take_turns() -> None:
+    """A long prompt under way and short ones that keep coming: the long one gets every second step's budget, and no
+    short one waits for more than the long one's turn and those that came before it."""
+    run = Run(scheduler(budget=16, num_blocks=200, num_slots=8, max_model_len=400))
+    long = run.add(request("long", 320, 1))
+    ages: dict[str, int] = {}
+    for number in range(20):
+        short = run.add(request(f"short {number}", 16, 1))
+        before = long.num_computed
+        run.step()
+        assert long.num_computed == before + (16 if number % 2 == 0 else 0)
+        ages = {name: age + 1 for name, age in ages.items()} | {short.request_id: 1}
+        ages = {name: age for name, age in ages.items() if any(r.request_id == name for r in run.unfinished)}
+    assert long.num_computed == 160, "half of twenty steps of 16"
+    assert len(ages) == 10, "the other half went to short ones, in order"
+    run.finish()
+
+
+def test_priorities_come_before_arrival() -> None:
+    run = Run(scheduler(budget=16, num_blocks=64, num_slots=1))
+    for name, priority in (("a", 2), ("b", 1), ("c", 1), ("d", 0)):
+        new = request(name, 10, 1)
+        new.priority = priority
+        run.add(new)
+    run.finish()
+    assert run.first_scheduled == ["d", "b", "c", "a"]

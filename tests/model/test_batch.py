@@ -94,3 +94,21 @@ def test_slots_follow_the_block_table(rows: list[tuple[int, int]], block_size: i
             position = int(batch.num_computed[row]) + token - starts[row]
             assert slot // block_size == int(batch.block_table[row, position // block_size])
             assert slot % block_size == position % block_size
+
+
+def test_marks_lie_in_the_prefill_rows() -> None:
+    """After a decode and between rows: token indices count from the first prefill token."""
+    rows = [
+        BatchRow([7], 5, [0], 0),
+        BatchRow([1, 2, 3], 0, [1], 1),
+        BatchRow([4, 5, 6, 7], 8, [2, 3], 2, marks=[(1, 9), (3, 8)]),
+    ]
+    marks = ForwardBatch.build(rows, 16).marks
+    assert marks is not None
+    assert marks.tokens.tolist() == [3, 3, 4, 5]
+    assert marks.start_loc.tolist() == [0, 1, 4]
+    assert (marks.sources.tolist(), marks.slots.tolist(), marks.num_computed.tolist()) == ([2, 2], [9, 8], [8, 8])
+    assert marks.has_initial_state.tolist() == [True, True]
+    assert ForwardBatch.build(rows[:2], 16).marks is None
+    with pytest.raises(AssertionError, match="a mark lies inside of its row"):
+        ForwardBatch.build([BatchRow([1, 2], 0, [0], 0, marks=[(2, 1)])], 16)
