@@ -1,11 +1,14 @@
 """Soak: mixed traffic with aborts on one engine for some minutes; memory, throughput and integrity as JSON.
 
-    python -m benchmarks.soak [--model DIR] [--minutes 30] [--seed 0]
+    python -m benchmarks.soak [--model DIR] [--minutes 30] [--seed 0] [--dtype auto]
 
 Traffic: new prompts, prompts that share beginnings, the same prompt again, answers that go on as a next turn, several
 choices, random and greedy, log-probabilities, priorities; one in eight is aborted somewhere. The caches are small, so
 that requests have to give way, and integrity is checked every second. Memory is the resident set of the process; its
-slope is the least-squares line over the samples of the second half (the first builds what is built once).
+slope is the least-squares line over the samples of the second half (the first builds what is built once). In bf16,
+torch's oneDNN keeps a compiled product per shape, up to 1,024 of them, and the resident set grows until that cache is
+full; ONEDNN_PRIMITIVE_CACHE_CAPACITY=1 LRU_CACHE_CAPACITY=1 in the environment, or --dtype float32, shows the engine's
+own memory alone.
 """
 
 from __future__ import annotations
@@ -88,12 +91,13 @@ class Traffic:
         return count
 
 
-def soak(model: str | None, minutes: float, seed: int, longest: int = 384) -> dict[str, Any]:
-    plan = LLM(model, max_model_len=longest).loaded.engine.plan
+def soak(model: str | None, minutes: float, seed: int, dtype: str = "auto", longest: int = 384) -> dict[str, Any]:
+    plan = LLM(model, dtype=dtype, max_model_len=longest).loaded.engine.plan
     # Room for about three and a half requests of the longest kind on six slots.
     cache_bytes = max(12 * plan.slot_bytes, 6 * plan.slot_bytes + 7 * plan.blocks_for(longest) * plan.block_bytes // 2)
     llm = LLM(
         model,
+        dtype=dtype,
         max_model_len=longest,
         max_num_seqs=6,
         max_num_batched_tokens=256,
@@ -140,8 +144,9 @@ def main() -> None:
     parser.add_argument("--model", help="the shipped model where not given")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="auto")
     arguments = parser.parse_args()
-    print(json.dumps(soak(arguments.model, arguments.minutes, arguments.seed), indent=1))
+    print(json.dumps(soak(arguments.model, arguments.minutes, arguments.seed, arguments.dtype), indent=1))
 
 
 if __name__ == "__main__":
