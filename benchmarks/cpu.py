@@ -3,7 +3,8 @@
 Same machine, same process, same threads, same float32 checkpoint on disk, same prompts; repeats alternate between the
 two, and a figure is printed only where all tokens of all repeats are equal. Of hemiola the whole path is timed
 (scheduling, model, sampling), of transformers the bare forward with its cache and an argmax, which is faster than its
-`generate`. A table for people goes to stderr, one JSON document to stdout; exit status 1 when tokens differ.
+`generate`. Prefix caching is off: the prompts repeat, and a hit would be no prefill. A table for people goes to stderr,
+one JSON document to stdout; exit status 1 when tokens differ.
 
 Prefill is one prompt up to its first token. Decode is the steps after the first token alone, a repeat's figure being
 the median of them.
@@ -141,7 +142,7 @@ def compare_all(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     config = oracle.config(PATTERN, **sizes)
     model = oracle.build(config)
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(oracle.save(model, Path(folder)), dtype="float32", cache_bytes=1 << 28)
+        llm = LLM(oracle.save(model, Path(folder)), dtype="float32", cache_bytes=1 << 28, prefix_caching=False)
         results = [compare(case, llm, model, config.vocab_size) for case in CASES]
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"checkpoint": name, "pattern": PATTERN, "sizes": sizes, "weight_bytes": num_bytes, "results": results}
