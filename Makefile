@@ -21,7 +21,7 @@ unit: .venv/test
 	$(BIN)/python -m pytest -q --durations=10
 
 bench: .venv/test
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.cpu
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m benchmarks.cpu
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
