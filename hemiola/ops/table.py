@@ -7,13 +7,16 @@ engines with different arms can run side by side in one process. The table knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 from hemiola.errors import ConfigError, UnsupportedPath
 from hemiola.ops.kept import KeptForms
+from hemiola.ops.resident import ResidentWeights
 
 Arm = Literal["reference", "device"]
 ARMS: tuple[Arm, ...] = ("reference", "device")
@@ -24,8 +27,10 @@ class Variant:
     """One implementation of an op.
 
     `unsupported` is a pure predicate over the call's arguments: a reason why this variant cannot take the call, or
-    None. `keeps` variants are called with `kept=`, the engine's store of expanded weights. `mutates` names the
-    arguments that are written in place.
+    None. `keeps` variants are called with `kept=`, the engine's store of expanded weights; `resident` ones with
+    `resident=`, its weights on the device, and `prepare(weight, resident)` builds what a call would build; `invariant`
+    ones with `invariant=`, whether a row's bits must not depend on its neighbours. `mutates` names the arguments that
+    are written in place.
     """
 
     op: str
@@ -34,6 +39,9 @@ class Variant:
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] | None
     keeps: bool
+    resident: bool
+    invariant: bool
+    prepare: Callable[..., Any] | None
     mutates: tuple[str, ...]
 
 
@@ -57,13 +65,30 @@ def register(
     run: Callable[..., Any],
     unsupported: Callable[..., str | None] | None = None,
     keeps: bool = False,
+    resident: bool = False,
+    invariant: bool = False,
+    prepare: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
 ) -> None:
     """Add a variant to the registry; a second one of the same op, arm and name is a programming error."""
     variants = _registry.setdefault(op, {a: [] for a in ARMS})[arm]
     if any(v.name == variant for v in variants):
         raise ValueError(f"op {op!r} already has a {arm} variant {variant!r}")
-    variants.append(Variant(op, arm, variant, run, unsupported, keeps, mutates))
+    variants.append(Variant(op, arm, variant, run, unsupported, keeps, resident, invariant, prepare, mutates))
+
+
+def load_device_variants() -> None:
+    """Register the device arm's variants. Raises: UnsupportedPath where Triton is not installed."""
+    try:
+        importlib.import_module("hemiola.ops.device")
+    except ModuleNotFoundError as missing:
+        raise UnsupportedPath(
+            "the device arm cannot be loaded",
+            found=str(missing),
+            expected="the triton package and an NVIDIA GPU",
+            where="arms",
+            remedy="Run with arms=reference.",
+        ) from missing
 
 
 def registered_ops() -> Mapping[str, Mapping[Arm, list[Variant]]]:
@@ -75,11 +100,21 @@ class Ops:
     """The ops of one engine: `ops.rms_norm(...)` runs the variant that the policy selects, and counts it.
 
     policy: the arm of every op, or a mapping from op name to arm (ops not named run on the reference arm).
+    resident: the engine's weights on the device; None for an engine without a device.
     strict: a call that no variant of the policy's arm supports raises UnsupportedPath; otherwise it runs on the
         reference arm and is counted there with the reason.
+    invariant: device variants compute a row with the same bits whatever its neighbours are.
     """
 
-    def __init__(self, policy: str | Mapping[str, str], kept: KeptForms, *, strict: bool = True) -> None:
+    def __init__(
+        self,
+        policy: str | Mapping[str, str],
+        kept: KeptForms,
+        resident: ResidentWeights | None = None,
+        *,
+        strict: bool = True,
+        invariant: bool = False,
+    ) -> None:
         if isinstance(policy, str):
             policy = dict.fromkeys(_registry, policy)
         for op, arm in policy.items():
@@ -90,11 +125,13 @@ class Ops:
                     expected=f"an op of {', '.join(sorted(_registry))} and an arm of {', '.join(ARMS)}",
                     where="arms",
                 )
-        self.kept = kept
-        self.strict = strict
+        self.policy: dict[str, Arm] = {op: cast(Arm, policy.get(op, "reference")) for op in _registry}
+        if "device" in self.policy.values():
+            load_device_variants()
+        self.kept, self.resident, self.strict, self.invariant = kept, resident, strict, invariant
         self._counts: dict[Path, list[int]] = {}  # one number each, in a list so that a bound op counts in place
-        for op in _registry:
-            setattr(self, op, self._bind(op, cast(Arm, policy.get(op, "reference"))))
+        for op, arm in self.policy.items():
+            setattr(self, op, self._bind(op, arm))
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         raise AttributeError(f"no op {op!r} is registered; registered are {', '.join(sorted(_registry))}")
@@ -102,6 +139,30 @@ class Ops:
     def snapshot(self) -> dict[Path, int]:
         """Calls so far by path."""
         return {path: count[0] for path, count in self._counts.items() if count[0]}
+
+    @contextmanager
+    def recorded(self) -> Iterator[dict[Path, int]]:
+        """Collect the calls made inside, instead of counting them: a graph's capture runs nothing. Each replay of the
+        graph counts them, with `count`."""
+        before = self.snapshot()
+        calls: dict[Path, int] = {}
+        yield calls
+        for path, now in self.snapshot().items():
+            if added := now - before.get(path, 0):
+                calls[path] = added
+                self._counts[path][0] -= added
+
+    def count(self, calls: Mapping[Path, int]) -> None:
+        """Calls that a graph's replay has made."""
+        for path, number in calls.items():
+            self._counts[path][0] += number
+
+    def prepare(self, op: str, weight: Any) -> None:
+        """Build what the device variants of `op` keep of a weight, ahead of the first call."""
+        if self.policy[op] == "device":
+            for variant in _registry[op]["device"]:
+                if variant.prepare is not None:
+                    variant.prepare(weight, self.resident)
 
     def _bind(self, op: str, arm: Arm) -> Callable[..., Any]:
         """The callable behind one op. An arm of a single variant without a predicate needs no selection per call."""
@@ -123,7 +184,14 @@ class Ops:
         return select
 
     def _runner(self, variant: Variant) -> Callable[..., Any]:
-        return partial(variant.run, kept=self.kept) if variant.keeps else variant.run
+        bound: dict[str, Any] = {}
+        if variant.keeps:
+            bound["kept"] = self.kept
+        if variant.resident:
+            bound["resident"] = self.resident
+        if variant.invariant:
+            bound["invariant"] = self.invariant
+        return partial(variant.run, **bound) if bound else variant.run
 
     def _count(self, path: Path) -> list[int]:
         return self._counts.setdefault(path, [0])

@@ -1,0 +1,55 @@
+"""What every launcher needs to know about the machine: its compute capability, and programmatic dependent launch.
+
+With programmatic dependent launch a kernel may start while the one before it in the stream still runs. It waits
+(`gdc_wait`) before it reads what earlier kernels wrote and before it writes anything; what it does before that, such as
+loading weights, overlaps. Every kernel that is launched so has to wait, because a kernel's end vouches for all before it.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = ["capability", "gdc_launch_dependents", "gdc_wait", "is_interpreted", "launch_options", "num_sms", "uses_pdl"]
+
+
+@cache
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def capability() -> int:
+    """Compute capability of the GPU that kernels are compiled for, such as 90; 0 in the interpreter."""
+    if is_interpreted():
+        return 0
+    if torch.cuda.is_available():
+        return _device_capability()
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+
+@cache
+def _device_capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+@cache
+def num_sms() -> int:
+    """Multiprocessors of the GPU; an H200's 132 where there is none (a compilation without a GPU)."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
+
+
+def uses_pdl() -> bool:
+    """Whether kernels are launched with programmatic dependent launch: from Hopper on."""
+    return capability() >= 90
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Keyword arguments of a kernel launch."""
+    return {"launch_pdl": True} if pdl else {}
