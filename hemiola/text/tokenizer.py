@@ -16,6 +16,11 @@ import tokenizers
 from hemiola.errors import CheckpointError, ConfigError, RequestError
 from hemiola.text.chat import ChatTemplate, Message
 
+# Byte-level BPE writes printable bytes as themselves and the others as characters from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
+
 
 class Tokenizer:
     """Text to ids and back, for one checkpoint.
@@ -75,6 +80,28 @@ class Tokenizer:
         """Text of `ids`; incomplete characters come out as U+FFFD, ids without an entry as nothing."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one id stands for, also where it is a part of a character; empty for ids without an entry."""
+        entry = self._backend.id_to_token(token_id)
+        if entry is None:
+            return b""
+        if not self.is_byte_level or token_id in self._added_ids:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        return bytes(_BYTES[character] for character in entry)
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_templates)
+
+    def chat_switches(self, *, with_tools: bool = False) -> frozenset[str]:
+        """Names that the chat template reads beyond the standard ones; none without a template."""
+        template = self._chat_template(with_tools)
+        return template.switches if template else frozenset()
+
     def apply_chat_template(
         self,
         messages: Sequence[Message],
@@ -87,8 +114,7 @@ class Tokenizer:
         Raises: RequestError when the checkpoint has no template, or the template refuses; CheckpointError when the
         template itself is broken.
         """
-        template = self._chat_templates.get("tool_use") if tools else None
-        template = template or self._chat_templates.get("default")
+        template = self._chat_template(bool(tools))
         if template is None:
             raise RequestError(
                 "this model has no chat template",
@@ -97,6 +123,10 @@ class Tokenizer:
                 remedy="Use plain text completion.",
             )
         return template.render(messages, tools, add_generation_prompt, switches)
+
+    def _chat_template(self, with_tools: bool) -> ChatTemplate | None:
+        template = self._chat_templates.get("tool_use") if with_tools else None
+        return template or self._chat_templates.get("default")
 
     @cached_property
     def _chat_templates(self) -> dict[str, ChatTemplate]:

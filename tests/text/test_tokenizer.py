@@ -167,3 +167,20 @@ def test_a_broken_template_leaves_plain_text_usable(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match="UTF-8"):
         load(folder).apply_chat_template(USER)
+
+
+def test_token_bytes_are_those_of_the_text(text_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(text_folder)
+    assert tokenizer is not None
+    text = "é 한 \n<think>bada🎵"
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert tokenizer.token_bytes(11) == b"<|im_end|>"
+    assert tokenizer.token_bytes(575) == b""  # a row of logits without an entry
+
+
+def test_switches_of_the_chat_template(text_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(text_folder)
+    assert tokenizer is not None
+    assert tokenizer.has_chat_template
+    assert tokenizer.chat_switches() == {"enable_thinking", "truncate_history_thinking"}
