@@ -48,8 +48,8 @@ ONLY_IN = {
     "os": ("config/", "formats/", "quantize/", "cli/"),
 }
 # Reference compositions inside ops: the experts' reference is made of the linears' and the activation's.
-OPS_SHARED = {"table", "kept"}
-OPS_COMPOSED = {"moe_experts": {"linear", "linear_fp8", "linear_nvfp4", "relu_squared"}}
+OPS_SHARED = {"table", "kept", "resident", "layout", "epilogue"}
+OPS_COMPOSED = {"moe_experts": {"linear", "linear_fp8", "linear_nvfp4"}}
 
 
 def files() -> list[Path]:

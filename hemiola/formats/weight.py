@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from hemiola.errors import CheckpointError
 from hemiola.formats.quant import nvfp4
 
 
@@ -54,3 +56,43 @@ class Weight:
     def stored_bytes(self) -> int:
         """Bytes of codes and block scales; the scalar scales are plain numbers here and count nothing."""
         return self.data.nbytes + (0 if self.block_scale is None else self.block_scale.nbytes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ExpertBank:
+    """One projection of all routed experts of a layer: weights of one shape and one scheme, in order of expert ids.
+
+    name: the layer's experts and the projection, `<mixer>.experts.<projection>`.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+
+    def __post_init__(self) -> None:
+        first = self.weights[0]
+        for weight in self.weights:
+            if (weight.scheme, weight.shape) != (first.scheme, first.shape):
+                raise CheckpointError(
+                    "the experts of a layer differ in scheme or shape",
+                    found=f"{weight.scheme.value} {weight.shape}",
+                    expected=f"{first.scheme.value} {first.shape}, as {first.name}",
+                    where=weight.name,
+                )
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, expert: int) -> Weight:
+        return self.weights[expert]
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(self.weights)
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.weights[0].scheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of each expert."""
+        return self.weights[0].shape

@@ -7,7 +7,6 @@ loading weights, overlaps. Every kernel that is launched so has to wait, because
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -21,7 +20,7 @@ __all__ = ["capability", "gdc_launch_dependents", "gdc_wait", "is_interpreted", 
 @cache
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return bool(triton.knobs.runtime.interpret)
 
 
 def capability() -> int:

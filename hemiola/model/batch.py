@@ -7,13 +7,21 @@ the two a row is follows from those two numbers alone, never from whether some s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+
+from hemiola.ops import PrefillLayout
 
 PAD = -1
+PENDING = -1  # in place of a token id that the step before sampled and that only the device knows yet
+
+Place = Callable[[Sequence[Tensor]], list[Tensor]]  # CPU tensors to where the model runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ class Marks:
 
     tokens: (S,) int64 into the prefill rows' tokens. start_loc: (M + 1,) int32. sources, slots: (M,) int32 state slots
     of the request and of the kept state. num_computed: (M,) int32.
+    layout: of these rows, where the batch has one.
     """
 
     tokens: torch.Tensor
@@ -50,10 +59,11 @@ class Marks:
     sources: torch.Tensor
     slots: torch.Tensor
     num_computed: torch.Tensor
+    layout: PrefillLayout | None
 
     @classmethod
-    def build(cls, prefills: Sequence[BatchRow]) -> Marks | None:
-        """The marks of a batch's prefill rows, None when there are none."""
+    def build(cls, prefills: Sequence[BatchRow], chunk_size: int | None = None) -> Marks | None:
+        """The marks of a batch's prefill rows, None when there are none. chunk_size: as in ForwardBatch.build."""
         tokens: list[int] = []
         starts, sources, slots, computed = [0], [], [], []
         first = 0
@@ -69,7 +79,8 @@ class Marks:
         if not slots:
             return None
         lists = (starts, sources, slots, computed)
-        return cls(torch.tensor(tokens), *(torch.tensor(values, dtype=torch.int32) for values in lists))
+        layout = PrefillLayout.build(starts, computed, chunk_size) if chunk_size else None
+        return cls(torch.tensor(tokens), *(torch.tensor(values, dtype=torch.int32) for values in lists), layout=layout)
 
     @cached_property
     def has_initial_state(self) -> torch.Tensor:
@@ -84,7 +95,7 @@ class ForwardBatch:
     token_ids: (T,) int64. query_start_loc: (R + 1,) int32. seq_lens: (R,) int32, tokens including this step's; 0 in a
     padded row. num_computed: (R,) int32. slot_mapping: (T,) int64 KV slot, block * block_size + offset, or PAD.
     block_table: (R, max_blocks) int32. state_indices: (R,) int32 state slot, or PAD. marks: states to keep besides, as
-    in BatchRow.
+    in BatchRow. layout: of the prefill rows, for a device.
     """
 
     token_ids: torch.Tensor
@@ -96,12 +107,23 @@ class ForwardBatch:
     block_table: torch.Tensor
     state_indices: torch.Tensor
     marks: Marks | None
+    layout: PrefillLayout | None = None
 
     @classmethod
-    def build(cls, rows: Sequence[BatchRow], block_size: int, *, pad_decodes_to: int = 0) -> ForwardBatch:
+    def build(
+        cls,
+        rows: Sequence[BatchRow],
+        block_size: int,
+        *,
+        pad_decodes_to: int = 0,
+        table_width: int = 1,
+        chunk_size: int | None = None,
+    ) -> ForwardBatch:
         """Lay out `rows`, which must have their decodes first, on the CPU.
 
         pad_decodes_to: at least this many decode rows, the missing ones inert (PAD slots, token 0, length 0).
+        table_width: at least so many columns of the block table. chunk_size: of the SSD grid, where the prefill rows'
+        layout is wanted.
         """
         decodes = [row for row in rows if row.is_decode]
         assert list(rows[: len(decodes)]) == decodes, "decode rows come first in a batch"
@@ -130,19 +152,31 @@ class ForwardBatch:
                 states.append(row.state_slot)
                 blocks.append(list(row.blocks) or [0])
             starts.append(len(tokens))
-        widest = max(map(len, blocks))
-        table = [row_blocks + [0] * (widest - len(row_blocks)) for row_blocks in blocks]
+        table = np.zeros((len(blocks), max(table_width, max(map(len, blocks)))), dtype=np.int32)
+        for row_table, row_blocks in zip(table, blocks, strict=True):
+            row_table[: len(row_blocks)] = row_blocks
+        num_decodes = len(decodes) + padding
+        layout = None
+        if chunk_size and len(rows) > len(decodes):
+            prefill_starts = [start - num_decodes for start in starts[num_decodes:]]
+            layout = PrefillLayout.build(prefill_starts, computed[num_decodes:], chunk_size)
         return cls(
             token_ids=torch.tensor(tokens, dtype=torch.int64),
-            num_decodes=len(decodes) + padding,
+            num_decodes=num_decodes,
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             num_computed=torch.tensor(computed, dtype=torch.int32),
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
-            block_table=torch.tensor(table, dtype=torch.int32),
+            block_table=torch.from_numpy(table),
             state_indices=torch.tensor(states, dtype=torch.int32),
-            marks=Marks.build(rows[len(decodes) :]),
+            marks=Marks.build(rows[len(decodes) :], chunk_size),
+            layout=layout,
         )
+
+    def placed(self, place: Place) -> ForwardBatch:
+        """The same batch where the model runs: all of its tensors go through one call of `place`."""
+        placed: ForwardBatch = _with_tensors(self, iter(place(_tensors(self))))
+        return placed
 
     @property
     def num_tokens(self) -> int:
@@ -169,3 +203,27 @@ class ForwardBatch:
     def has_initial_state(self) -> torch.Tensor:
         """(R,) bool: earlier steps have left a state for this row."""
         return self.num_computed > 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors of a dataclass and the dataclasses in it, in order."""
+    found: list[Tensor] = []
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, Marks | PrefillLayout):
+            found += _tensors(item)
+    return found
+
+
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with other tensors, in the same order."""
+    changed: dict[str, Any] = {}
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, Tensor):
+            changed[field.name] = next(tensors)
+        elif isinstance(item, Marks | PrefillLayout):
+            changed[field.name] = _with_tensors(item, tensors)
+    return replace(value, **changed)

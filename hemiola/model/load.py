@@ -10,6 +10,7 @@ import torch
 
 from hemiola.config.model import LayerKind, NemotronHConfig
 from hemiola.formats.manifest import Manifest
+from hemiola.formats.weight import ExpertBank
 from hemiola.model.linear import Linear
 from hemiola.model.mixers.attention import AttentionMixer
 from hemiola.model.mixers.mamba2 import Mamba2Mixer, Mamba2Parameters
@@ -21,20 +22,33 @@ from hemiola.ops import Ops
 
 
 def load_model(
-    manifest: Manifest, config: NemotronHConfig, ops: Ops, dtype: torch.dtype, router_dtype: torch.dtype
+    manifest: Manifest,
+    config: NemotronHConfig,
+    ops: Ops,
+    dtype: torch.dtype,
+    router_dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> NemotronH:
     """Bind a checked manifest to a model.
 
-    dtype: activations, float32 or bfloat16. router_dtype: what the router's gate weight is rounded to.
+    dtype: activations, float32 or bfloat16. router_dtype: what the router's gate weight is rounded to. device: of
+    activations and vectors; matrices go to it when they are first used, or by `NemotronH.warm`.
     """
-    return _Loader(manifest, config, ops, dtype, router_dtype).model()
+    return _Loader(manifest, config, ops, dtype, router_dtype, torch.device(device)).model()
 
 
 class _Loader:
     def __init__(
-        self, manifest: Manifest, config: NemotronHConfig, ops: Ops, dtype: torch.dtype, router_dtype: torch.dtype
+        self,
+        manifest: Manifest,
+        config: NemotronHConfig,
+        ops: Ops,
+        dtype: torch.dtype,
+        router_dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.manifest, self.config, self.ops, self.dtype, self.router_dtype = manifest, config, ops, dtype, router_dtype
+        self.manifest, self.config, self.ops = manifest, config, ops
+        self.dtype, self.router_dtype, self.device = dtype, router_dtype, device
 
     def model(self) -> NemotronH:
         head = "backbone.embeddings" if self.config.tie_word_embeddings else "lm_head"
@@ -46,13 +60,18 @@ class _Loader:
             self.vector("backbone.norm_f.weight"),
             self.linear(head),
             self.ops,
+            self.device,
         )
 
     def linear(self, name: str) -> Linear:
-        return Linear(self.manifest.weight(name), self.ops)
+        return Linear(self.manifest.weight(name), self.dtype, self.ops)
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.manifest.tensor(name).to(dtype or self.dtype)
+        return self.manifest.tensor(name).to(self.device, dtype or self.dtype)
+
+    def bank(self, name: str, proj: str) -> ExpertBank:
+        weights = (self.manifest.weight(f"{name}.{expert}.{proj}") for expert in range(self.config.num_experts))
+        return ExpertBank(f"{name}.{proj}", tuple(weights))
 
     def layer(self, index: int, kind: LayerKind) -> Layer:
         name = f"backbone.layers.{index}"
@@ -88,7 +107,7 @@ class _Loader:
         return AttentionMixer(name, spec, q, k, v, o, c.attention_scale, (k_scale, v_scale), self.ops)
 
     def mlp(self, index: int, name: str) -> MLPMixer:
-        return MLPMixer(self.linear(f"{name}.up_proj"), self.linear(f"{name}.down_proj"), self.ops)
+        return MLPMixer(self.linear(f"{name}.up_proj"), self.linear(f"{name}.down_proj"))
 
     def moe(self, index: int, name: str) -> Mixer:
         c, weight = self.config, self.manifest.weight
@@ -101,11 +120,10 @@ class _Loader:
             c.topk_router_groups,
             c.norm_topk_prob,
         )
-        experts = [f"{name}.experts.{expert}" for expert in range(c.num_experts)]
         return MoEMixer(
             router,
-            [weight(f"{expert}.up_proj") for expert in experts],
-            [weight(f"{expert}.down_proj") for expert in experts],
+            self.bank(f"{name}.experts", "up_proj"),
+            self.bank(f"{name}.experts", "down_proj"),
             c.routed_scaling_factor,
             self.mlp(index, f"{name}.shared_experts") if c.num_shared_experts else None,
             (self.linear(f"{name}.fc1_latent_proj"), self.linear(f"{name}.fc2_latent_proj")) if c.latent_size else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ class NemotronH:
     """A loaded model bound to the ops of one engine.
 
     dtype: activation dtype, float32 or bfloat16; it is also the numeric mode (ops round where they say they do).
+    device: where activations and caches are.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class NemotronH:
         norm_f: torch.Tensor,
         lm_head: Linear,
         ops: Ops,
+        device: torch.device,
     ) -> None:
-        self.config, self.dtype, self.ops = config, dtype, ops
+        self.config, self.dtype, self.ops, self.device = config, dtype, ops, device
         self.embeddings, self.layers, self.norm_f, self.lm_head = embeddings, tuple(layers), norm_f, lm_head
 
     @property
@@ -54,13 +56,22 @@ class NemotronH:
         """What each layer needs kept between steps."""
         return tuple(getattr(layer.mixer, "spec", None) for layer in self.layers)
 
+    def warm(self, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Bring all weights to where their ops read them, ahead of the first step. progress: called with the number of
+        layers that are done."""
+        self.ops.prepare("embedding", self.embeddings)
+        for index, layer in enumerate(self.layers):
+            layer.mixer.warm()
+            progress(index + 1)
+        self.lm_head.warm()
+
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], tap: Tap | None = None) -> torch.Tensor:
         """One step. Returns the final-norm hidden state of every token, (T, hidden); caches are updated in place."""
         ops, eps = self.ops, self.config.norm_eps
         x = ops.embedding(batch.token_ids, self.embeddings, self.dtype)
         residual: torch.Tensor | None = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            normed, residual = ops.rms_norm(x, residual, layer.norm_weight, eps)
+            normed, residual = ops.rms_norm(x, residual, layer.norm_weight, eps, layer.mixer.input_scale)
             x = layer.mixer(normed, batch, cache, tap)
             if tap is not None:
                 tap(f"layers.{index}.output", residual + x)
@@ -68,5 +79,5 @@ class NemotronH:
         return hidden
 
     def logits(self, hidden: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
-        """hidden: (n, hidden) rows of `forward`. Returns (n, vocab) float32 (a bfloat16 head product, widened)."""
-        return self.lm_head(hidden, tap).float()
+        """hidden: (n, hidden) rows of `forward`. Returns (n, vocab) in the activation dtype."""
+        return self.lm_head(hidden, tap)

@@ -11,7 +11,6 @@ from hemiola.ops import (  # noqa: F401  (imported for their registrations)
     moe_experts,
     moe_route,
     paged_attention,
-    relu_squared,
     rms_norm,
     router_logits,
     sample,
@@ -19,6 +18,20 @@ from hemiola.ops import (  # noqa: F401  (imported for their registrations)
     ssd_update,
 )
 from hemiola.ops.kept import KeptForms
-from hemiola.ops.table import ARMS, Arm, Ops, Path, Variant, register, registered_ops
+from hemiola.ops.layout import PrefillLayout
+from hemiola.ops.resident import ResidentWeights
+from hemiola.ops.table import ARMS, Arm, Ops, Path, Variant, load_device_variants, register, registered_ops
 
-__all__ = ["ARMS", "Arm", "KeptForms", "Ops", "Path", "Variant", "register", "registered_ops"]
+__all__ = [
+    "ARMS",
+    "Arm",
+    "KeptForms",
+    "Ops",
+    "Path",
+    "PrefillLayout",
+    "ResidentWeights",
+    "Variant",
+    "load_device_variants",
+    "register",
+    "registered_ops",
+]

@@ -8,6 +8,7 @@ conv_state: (slots, Dc, K-1) activation dtype, the last K-1 raw inputs, oldest f
 state_indices: (R,) int32, the request's slot, or -1 for a padded row, which reads and writes no state and returns
 zeros.
 query_start_loc: (R + 1,) int32; has_initial_state: (R,) bool, False where the history is zero whatever the slot holds.
+layout: of the same rows, for a device (see `hemiola.ops.layout`).
 Returns (T, Dc) in the activation dtype.
 Numerics: each tap's product is rounded to the activation dtype, then added to a float32 accumulator that starts from
 the bias, oldest tap first; SiLU in float32; one rounding.
@@ -20,6 +21,7 @@ from collections.abc import Iterable
 
 import torch
 
+from hemiola.ops.layout import PrefillLayout
 from hemiola.ops.table import register
 
 
@@ -40,6 +42,7 @@ def causal_conv1d(
     state_indices: torch.Tensor,
     query_start_loc: torch.Tensor,
     has_initial_state: torch.Tensor,
+    layout: PrefillLayout | None = None,
 ) -> torch.Tensor:
     out = torch.zeros_like(x)
     taps = weight.T.contiguous()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from hemiola.formats.weight import Weight
+from hemiola.ops.kept import KeptForms
 from hemiola.ops.table import register
 
 
-def embedding(token_ids: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    return weight.data[token_ids].to(dtype)
+def embedding(token_ids: torch.Tensor, weight: Weight, dtype: torch.dtype, *, kept: KeptForms) -> torch.Tensor:
+    return kept.data(weight)[token_ids].to(dtype)
 
 
-register(op="embedding", arm="reference", variant="torch", run=embedding)
+register(op="embedding", arm="reference", variant="torch", run=embedding, keeps=True)

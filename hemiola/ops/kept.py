@@ -16,12 +16,13 @@ from hemiola.formats.weight import Weight
 class KeptForms:
     """Store of expanded weights of one engine, keyed by (weight name, form).
 
-    budget_bytes: most bytes to keep. `kept_bytes` are held now; `transient_builds` and `transient_bytes` count the
-    expansions that did not fit and were therefore repeated per call.
+    device: where the engine's activations are, and the forms with them. budget_bytes: most bytes to keep. `kept_bytes`
+    are held now; `transient_builds` and `transient_bytes` count the expansions that did not fit and were therefore
+    repeated per call.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, device: torch.device | str = "cpu") -> None:
+        self.budget_bytes, self.device = budget_bytes, torch.device(device)
         self.kept_bytes = 0
         self.transient_builds = 0
         self.transient_bytes = 0
@@ -32,7 +33,7 @@ class KeptForms:
         key = (weight.name, form)
         tensor = self._forms.get(key)
         if tensor is None:
-            tensor = build()
+            tensor = build().to(self.device)
             size = tensor.numel() * tensor.element_size()
             if self.kept_bytes + size <= self.budget_bytes:
                 self._forms[key] = tensor
@@ -41,3 +42,7 @@ class KeptForms:
                 self.transient_builds += 1
                 self.transient_bytes += size
         return tensor
+
+    def data(self, weight: Weight) -> torch.Tensor:
+        """A plain weight's own tensor, where the activations are."""
+        return weight.data if weight.data.device == self.device else self.get(weight, "data", lambda: weight.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -53,6 +54,6 @@ class PrefillLayout:
             first_chunk.append(len(rows))
         lists = (token_rows, rows, starts, ends, first_chunk)
         tensors = (torch.tensor(values, dtype=torch.int32).to(device) for values in lists)
-        lengths = [end - start for start, end in zip(query_start_loc, query_start_loc[1:], strict=False)]
-        chunks = [end - start for start, end in zip(first_chunk, first_chunk[1:], strict=False)]
+        lengths = [end - start for start, end in pairwise(query_start_loc)]
+        chunks = [end - start for start, end in pairwise(first_chunk)]
         return cls(*tensors, max_query_len=max(lengths, default=0), max_chunks_per_row=max(chunks, default=0))

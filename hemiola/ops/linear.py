@@ -1,6 +1,8 @@
 """Linear layer with a plain (BF16 or F32) weight.
 
-x: (T, in), activation dtype; weight: a plain Weight (out, in). Returns (T, out) in the activation dtype.
+x: (T, in), activation dtype; weight: a plain Weight (out, in). dtype: the activation dtype.
+relu_squared, out_scale: see `hemiola.ops.epilogue`; what is written is then float8_e4m3fn where out_scale is given.
+Returns (T, out) in dtype, or float8_e4m3fn.
 Numerics: operands in the activation dtype, float32 accumulation, one rounding of the result. A weight stored in another
 dtype is converted once and kept.
 """
@@ -10,15 +12,25 @@ from __future__ import annotations
 import torch
 
 from hemiola.formats.weight import Weight
+from hemiola.ops.epilogue import finish
 from hemiola.ops.kept import KeptForms
 from hemiola.ops.table import register
 
 
-def linear(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch.Tensor:
-    matrix = weight.data
-    if matrix.dtype != x.dtype:
-        matrix = kept.get(weight, str(x.dtype), lambda: weight.data.to(x.dtype))
-    return torch.nn.functional.linear(x, matrix)
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    dtype: torch.dtype,
+    relu_squared: bool = False,
+    out_scale: float | None = None,
+    *,
+    kept: KeptForms,
+) -> torch.Tensor:
+    if weight.data.dtype == dtype:
+        matrix = kept.data(weight)
+    else:
+        matrix = kept.get(weight, str(dtype), lambda: weight.data.to(dtype))
+    return finish(torch.nn.functional.linear(x, matrix), dtype, relu_squared, out_scale)
 
 
 def linear_float32(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch.Tensor:
@@ -27,7 +39,10 @@ def linear_float32(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch
     def widen() -> torch.Tensor:
         return weight.data.to(x.dtype).float()
 
-    matrix = weight.data if weight.data.dtype == torch.float32 == x.dtype else kept.get(weight, f"{x.dtype}-f32", widen)
+    if weight.data.dtype == torch.float32 == x.dtype:
+        matrix = kept.data(weight)
+    else:
+        matrix = kept.get(weight, f"{x.dtype}-f32", widen)
     return torch.nn.functional.linear(x.float(), matrix)
 
 

@@ -1,7 +1,9 @@
 """Linear layer with an NVFP4 weight, weight-only (what a W4A4 checkpoint is, too, where there are no FP4 units).
 
-x: (T, in), activation dtype; weight: an NVFP4 Weight (out, in) with block scales and a global scale.
-Returns (T, out) in the activation dtype:
+x: (T, in), activation dtype; weight: an NVFP4 Weight (out, in) with block scales and a global scale. dtype: the
+activation dtype.
+relu_squared, out_scale: see `hemiola.ops.epilogue`; what is written is then float8_e4m3fn where out_scale is given.
+Returns (T, out) in dtype, or float8_e4m3fn:
 
     y = (x @ (e2m1 * block_scale)^T) * scale
 
@@ -15,12 +17,21 @@ from __future__ import annotations
 import torch
 
 from hemiola.formats.weight import Weight
+from hemiola.ops.epilogue import finish
 from hemiola.ops.kept import KeptForms
 from hemiola.ops.table import register
 
 
-def linear_nvfp4(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch.Tensor:
-    return linear_nvfp4_float32(x, weight, kept=kept).to(x.dtype)
+def linear_nvfp4(
+    x: torch.Tensor,
+    weight: Weight,
+    dtype: torch.dtype,
+    relu_squared: bool = False,
+    out_scale: float | None = None,
+    *,
+    kept: KeptForms,
+) -> torch.Tensor:
+    return finish(linear_nvfp4_float32(x, weight, kept=kept), dtype, relu_squared, out_scale)
 
 
 def linear_nvfp4_float32(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch.Tensor:

@@ -1,12 +1,15 @@
 """Routed experts: down(relu(up(x))^2), weighted and summed over a token's experts.
 
-x: (T, in), activation dtype; ids: (T, top_k) int64; weights: (T, top_k) float32; up, down: one Weight per expert, of
+x: (T, in), activation dtype; ids: (T, top_k) integers; weights: (T, top_k) float32; up, down: the experts' weights, of
 any scheme, (inter, in) and (in, inter).
+routed_scale: multiplies the routed sum, once. shared: (T, in), what the shared expert made of the same tokens, added
+last and never scaled; None where there is none or where a latent projection comes in between.
 tap: called with each taken expert's inputs, `<weight name>.input`.
-Returns (T, in) in the activation dtype. The routed scaling factor is not applied here.
+Returns (T, in) in the activation dtype.
 Numerics: up's result and its squared ReLU are rounded to the activation dtype; down's float32 accumulator is multiplied
-by the routing weight and rounded; the sum over experts is float32 in order of the routing, rounded once. A token's bits
-do not depend on how many of its neighbours share its experts.
+by the routing weight and rounded; the sum over experts is float32 in order of the routing, rounded once; its product
+with the scale and the sum with the shared part are rounded each. A token's bits do not depend on how many of its
+neighbours share its experts.
 Source: vLLM 0.25.0 layers/fused_moe (non-gated relu2 experts).
 """
 
@@ -16,12 +19,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hemiola.formats.weight import Scheme, Weight
+from hemiola.formats.weight import ExpertBank, Scheme
+from hemiola.ops.epilogue import relu_squared
 from hemiola.ops.kept import KeptForms
 from hemiola.ops.linear import linear_float32
 from hemiola.ops.linear_fp8 import linear_fp8_float32
 from hemiola.ops.linear_nvfp4 import linear_nvfp4_float32
-from hemiola.ops.relu_squared import relu_squared
 from hemiola.ops.table import register
 from hemiola.tap import Tap
 
@@ -36,8 +39,10 @@ def moe_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    up: Sequence[Weight],
-    down: Sequence[Weight],
+    up: ExpertBank,
+    down: ExpertBank,
+    routed_scale: float = 1.0,
+    shared: torch.Tensor | None = None,
     *,
     tap: Tap | None = None,
     kept: KeptForms,
@@ -52,7 +57,8 @@ def moe_experts(
         outputs.append(_PRODUCT[down[expert].scheme](hidden, down[expert], kept=kept))
     by_pair = torch.cat(outputs)[rows] if rows is not None else torch.cat(outputs)[None]
     routed = (by_pair * weights[..., None]).to(x.dtype)
-    return routed.sum(1, dtype=torch.float32).to(x.dtype)
+    routed = routed.sum(1, dtype=torch.float32).to(x.dtype) * routed_scale
+    return routed if shared is None else shared + routed
 
 
 def _by_expert(
@@ -69,7 +75,9 @@ def _by_expert(
     sizes = counts + -counts % ROW_BLOCK
     padding_before = (sizes - counts).cumsum(0) - (sizes - counts)
     rows = torch.empty_like(ids)
-    rows.view(-1)[pairs.indices] = torch.arange(ids.numel()) + padding_before.repeat_interleave(counts)
+    rows.view(-1)[pairs.indices] = torch.arange(ids.numel(), device=ids.device) + padding_before.repeat_interleave(
+        counts
+    )
     stacked = x.new_zeros(int(sizes.sum()), x.shape[1])
     stacked[rows] = x[:, None]
     return experts.tolist(), counts.tolist(), stacked.split(sizes.tolist()), rows

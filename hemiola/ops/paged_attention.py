@@ -3,7 +3,8 @@
 q: (T, Hq, D) activation dtype, requests one after the other; query head j reads KV head j // (Hq/Hkv).
 k_cache, v_cache: (blocks, block_size, Hkv, D), activation dtype or float8_e4m3fn (then multiplied by k_scale, v_scale).
 block_table: (R, max_blocks) int32; query_start_loc: (R + 1,) int32; seq_lens: (R,) int32, tokens of the request
-including this step's; 0 for a padded row, which returns zeros.
+including this step's; 0 for a padded row, which returns zeros. layout: of the same rows, for a device (see
+`hemiola.ops.layout`).
 Returns (T, Hq, D) in the activation dtype. No positional encoding exists in this family.
 Numerics: scores and softmax in float32; the unnormalised weights exp(score - largest) are rounded to the activation
 dtype where they enter the product with the values, as in FlashAttention; their sum is not; one rounding of the result.
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hemiola.ops.layout import PrefillLayout
 from hemiola.ops.table import register
 
 _QUERY_TILE = 128  # bounds the scores held at once
@@ -32,6 +34,7 @@ def paged_attention_prefill(
     scale: float,
     k_scale: float,
     v_scale: float,
+    layout: PrefillLayout | None = None,
 ) -> torch.Tensor:
     starts = query_start_loc.tolist()
     return _attend_rows(q, k_cache, v_cache, block_table, starts, seq_lens, scale, k_scale, v_scale)
@@ -94,7 +97,7 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: fl
         rows = queries[:, :, low:high].reshape(kv_heads, -1, head_dim)
         scores = (rows @ keys[:, :seen].transpose(1, 2)).mul_(scale)
         if tile > 1:
-            future = torch.ones(tile, tile, dtype=torch.bool).triu(1)
+            future = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1)
             scores.view(kv_heads, -1, tile, seen)[..., seen - tile :].masked_fill_(future, -torch.inf)
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         mixed = weights.to(q.dtype).float() @ values[:, :seen] / weights.sum(-1, keepdim=True)

@@ -17,8 +17,9 @@ from hemiola.ops.table import register
 
 
 def router_logits(x: torch.Tensor, weight: Weight, gate_dtype: torch.dtype, *, kept: KeptForms) -> torch.Tensor:
-    matrix = weight.data
-    if matrix.dtype != torch.float32 or gate_dtype != torch.float32:
+    if weight.data.dtype == torch.float32 == gate_dtype:
+        matrix = kept.data(weight)
+    else:
         matrix = kept.get(weight, f"{gate_dtype}-f32", lambda: weight.data.to(gate_dtype).float())
     return torch.nn.functional.linear(x.float(), matrix)
 

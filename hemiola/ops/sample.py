@@ -1,7 +1,8 @@
 """sample: one token id per row of logits, greedy or drawn, after the row's own processing.
 
 Contract: `sample(logits, batch) -> ids`
-  logits: (R, V) float32; read only, so that log-probabilities can be taken from the same tensor afterwards.
+  logits: (R, V) float32 or the activation dtype, then widened first; read only, so that log-probabilities can be
+    taken from the same tensor afterwards.
   batch: SampleBatch; rows that it does not list take their best id.
   ids: (R,) int64, on the logits' device. Among equal logits the lowest id wins, everywhere.
 
@@ -97,7 +98,7 @@ def _mix64(z: int) -> int:
 
 
 def _sample_row(logits: Tensor, row: SampleRow) -> Tensor | int:
-    logits = _adjust(logits, row)
+    logits = _adjust(logits.float(), row)
     best = logits.max()
     if row.temperature == 0.0 or not math.isfinite(best):
         return logits.argmax()

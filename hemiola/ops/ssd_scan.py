@@ -7,7 +7,8 @@ writes no state and returns zeros.
 query_start_loc: (R + 1,) int32; num_computed: (R,) int32, tokens of the request that earlier steps have consumed; where
 it is zero the initial state is zero, whatever the slot holds.
 chunk_size: chunks start at multiples of it counted from the request's own token 0, so how a prompt is split into steps
-and who shares the batch move no chunk edge (a split off the grid adds one).
+and who shares the batch move no chunk edge (a split off the grid adds one). layout: of the same rows, for a device (see
+`hemiola.ops.layout`).
 Returns y (T, H, P) in the activation dtype.
 Numerics (c is the inclusive cumulative sum of A dt within a chunk): decays, states and accumulators are float32; what
 enters a matrix product is rounded to the activation dtype: B weighted by exp(c_last - c_k) dt_k, the carried state, and
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
+from hemiola.ops.layout import PrefillLayout
 from hemiola.ops.table import register
 
 _ELEMENTS = 1 << 22  # bounds the scores and weighted inputs of the chunks that are computed together
@@ -40,6 +42,7 @@ def ssd_scan(
     num_computed: torch.Tensor,
     chunk_size: int,
     dt_limit: tuple[float, float],
+    layout: PrefillLayout | None = None,
 ) -> torch.Tensor:
     y = torch.zeros_like(x)
     step = torch.nn.functional.softplus(dt.float() + dt_bias).clamp(*dt_limit)

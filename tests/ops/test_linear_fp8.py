@@ -26,7 +26,7 @@ def test_float32_equals_float64_with_quantised_activations(num_tokens: int, out_
     g = generator(out_size)
     x, weight = randn(g, num_tokens, in_size), random_weight(g, "w", Scheme.FP8, out_size, in_size)
     expected = product(x.double(), weight)
-    assert_close(linear_fp8(x, weight, kept=store()), expected, BOUND)
+    assert_close(linear_fp8(x, weight, x.dtype, kept=store()), expected, BOUND)
     assert_close(linear_fp8_float32(x, weight, kept=store()), expected, BOUND)
 
 
@@ -36,7 +36,7 @@ def test_the_bound_sees_every_way_to_get_the_scales_wrong() -> None:
     scale, input_scale = weight.scale, weight.input_scale
     assert scale is not None
     assert input_scale is not None
-    result, codes = linear_fp8(x, weight, kept=store()), unscaled(weight)
+    result, codes = linear_fp8(x, weight, x.dtype, kept=store()), unscaled(weight)
     quantised = e4m3_nearest(x.double() / input_scale)
     wrong = {
         "the activation left unquantised": x.double() @ values(weight).T,
@@ -57,12 +57,12 @@ def test_activations_saturate_at_448_steps(dtype: torch.dtype) -> None:
     g = generator(2)
     weight = dataclasses.replace(random_weight(g, "w", Scheme.FP8, 8, 4), input_scale=2.0**-6)
     limit = torch.full((1, 4), 7.0, dtype=dtype)  # 448 * 2**-6
-    at_limit = linear_fp8(limit, weight, kept=store())
+    at_limit = linear_fp8(limit, weight, limit.dtype, kept=store())
     for factor in (1.03, 1.1, 2.0, 1e30):
         beyond = (limit.float() * factor).to(dtype)
-        assert torch.equal(linear_fp8(beyond, weight, kept=store()), at_limit)
-        assert torch.equal(linear_fp8(-beyond, weight, kept=store()), -at_limit)
-    assert not torch.equal(linear_fp8(limit * 0.9, weight, kept=store()), at_limit)
+        assert torch.equal(linear_fp8(beyond, weight, beyond.dtype, kept=store()), at_limit)
+        assert torch.equal(linear_fp8(-beyond, weight, beyond.dtype, kept=store()), -at_limit)
+    assert not torch.equal(linear_fp8(limit * 0.9, weight, limit.dtype, kept=store()), at_limit)
 
 
 def test_activations_round_half_to_even() -> None:
@@ -70,7 +70,7 @@ def test_activations_round_half_to_even() -> None:
     weight = Weight("w", (6, 6), Scheme.FP8, torch.eye(6).to(torch.float8_e4m3fn), None, 1.0, 0.5)
     x = torch.tensor([[17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, 1.0]]) * 0.5
     expected = torch.tensor([[16.0, 20.0, -16.0, 0.0, 2.0**-8, 1.0]]) * 0.5
-    assert torch.equal(linear_fp8(x, weight, kept=store()), expected)
+    assert torch.equal(linear_fp8(x, weight, x.dtype, kept=store()), expected)
 
 
 def test_bf16_ledger() -> None:
@@ -81,7 +81,7 @@ def test_bf16_ledger() -> None:
     assert scale is not None
     assert input_scale is not None
     right = product(x.double(), weight)
-    result = linear_fp8(x, weight, kept=store())
+    result = linear_fp8(x, weight, x.dtype, kept=store())
     unscaled_sum = right / (scale * input_scale)
     assert_ledger(
         result,
@@ -99,9 +99,9 @@ def test_bf16_ledger() -> None:
 def test_codes_are_expanded_once() -> None:
     g, kept = generator(4), store()
     x, weight = randn(g, 2, 32), random_weight(g, "w", Scheme.FP8, 16, 32)
-    first = linear_fp8(x, weight, kept=kept)
-    assert torch.equal(linear_fp8(x, weight, kept=kept), first)
-    linear_fp8(x.bfloat16(), weight, kept=kept)
+    first = linear_fp8(x, weight, x.dtype, kept=kept)
+    assert torch.equal(linear_fp8(x, weight, x.dtype, kept=kept), first)
+    linear_fp8(x.bfloat16(), weight, x.bfloat16().dtype, kept=kept)
     assert (kept.kept_bytes, kept.transient_builds) == (16 * 32 * 4, 0)
 
 
@@ -114,11 +114,11 @@ def test_unfused_projections_keep_their_own_scales() -> None:
         for name, scale, input_scale in (("q", 0.5, 0.01), ("k", 1.0, 0.02), ("v", 4.0, 0.03))
     ]
     kept = store()
-    together = torch.cat([linear_fp8(x, part, kept=kept) for part in parts], 1)
+    together = torch.cat([linear_fp8(x, part, x.dtype, kept=kept) for part in parts], 1)
     assert_close(together, torch.cat([product(x.double(), part) for part in parts], 1), BOUND)
     shared = [dataclasses.replace(part, scale=4.0, input_scale=0.03) for part in parts]
     for own, largest in zip(parts[:2], shared[:2], strict=True):
-        assert relative_error(linear_fp8(x, own, kept=kept), product(x.double(), largest)) > 0.3
+        assert relative_error(linear_fp8(x, own, x.dtype, kept=kept), product(x.double(), largest)) > 0.3
 
 
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:
@@ -128,6 +128,6 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
     codes = (torch.randint(-8, 9, (24, 32), generator=g)).float().to(torch.float8_e4m3fn)
     weight = dataclasses.replace(weight, data=codes)
     x = torch.randint(-8, 9, (9, 32), generator=g).float()
-    together = linear_fp8(x, weight, kept=store())
+    together = linear_fp8(x, weight, x.dtype, kept=store())
     for row in range(9):
-        assert torch.equal(linear_fp8(x[row : row + 1], weight, kept=store())[0], together[row])
+        assert torch.equal(linear_fp8(x[row : row + 1], weight, x[row : row + 1].dtype, kept=store())[0], together[row])

@@ -26,7 +26,7 @@ def test_float32_equals_float64(num_tokens: int, out_size: int, in_size: int) ->
     g = generator(out_size)
     x, weight = randn(g, num_tokens, in_size), random_weight(g, "w", Scheme.NVFP4, out_size, in_size)
     expected = product(x.double(), weight)
-    assert_close(linear_nvfp4(x, weight, kept=store()), expected, BOUND)
+    assert_close(linear_nvfp4(x, weight, x.dtype, kept=store()), expected, BOUND)
     assert_close(linear_nvfp4_float32(x, weight, kept=store()), expected, BOUND)
 
 
@@ -35,7 +35,7 @@ def test_the_bound_sees_every_way_to_read_the_file_wrong() -> None:
     x, weight = randn(g, 16, 64), random_weight(g, "w", Scheme.NVFP4, 48, 64)
     assert weight.block_scale is not None
     assert weight.scale is not None
-    result = linear_nvfp4(x, weight, kept=store())
+    result = linear_nvfp4(x, weight, x.dtype, kept=store())
     swapped = dataclasses.replace(weight, data=(weight.data << 4) | (weight.data >> 4))
     bytes_of_scales = weight.block_scale.view(torch.uint8)
     shifted = dataclasses.replace(weight, block_scale=bytes_of_scales.roll(1, 1).view(torch.float8_e4m3fn))
@@ -59,7 +59,7 @@ def test_an_input_scale_in_the_file_changes_nothing() -> None:
     x, weight = randn(g, 5, 32), random_weight(g, "w", Scheme.NVFP4, 16, 32)
     assert weight.input_scale is not None
     without = dataclasses.replace(weight, input_scale=None)
-    assert torch.equal(linear_nvfp4(x, weight, kept=store()), linear_nvfp4(x, without, kept=store()))
+    assert torch.equal(linear_nvfp4(x, weight, x.dtype, kept=store()), linear_nvfp4(x, without, x.dtype, kept=store()))
 
 
 def test_bf16_ledger() -> None:
@@ -69,7 +69,7 @@ def test_bf16_ledger() -> None:
     assert weight.scale is not None
     assert torch.equal(bf16(unscaled(weight)), unscaled(weight))
     accumulator = x.double() @ unscaled(weight).T
-    result = linear_nvfp4(x, weight, kept=store())
+    result = linear_nvfp4(x, weight, x.dtype, kept=store())
     assert_ledger(
         result,
         accumulator * weight.scale,
@@ -84,9 +84,9 @@ def test_bf16_ledger() -> None:
 def test_codes_are_expanded_once() -> None:
     g, kept = generator(4), store()
     x, weight = randn(g, 2, 32), random_weight(g, "w", Scheme.NVFP4, 16, 32)
-    first = linear_nvfp4(x, weight, kept=kept)
-    assert torch.equal(linear_nvfp4(x, weight, kept=kept), first)
-    linear_nvfp4(x.bfloat16(), weight, kept=kept)
+    first = linear_nvfp4(x, weight, x.dtype, kept=kept)
+    assert torch.equal(linear_nvfp4(x, weight, x.dtype, kept=kept), first)
+    linear_nvfp4(x.bfloat16(), weight, x.bfloat16().dtype, kept=kept)
     assert (kept.kept_bytes, kept.transient_builds) == (16 * 32 * 4, 0)
 
 
@@ -99,10 +99,10 @@ def test_unfused_projections_keep_their_own_global_scales() -> None:
         for name, scale in (("q", 0.001), ("k", 0.008), ("v", 0.001))
     ]
     kept = store()
-    together = torch.cat([linear_nvfp4(x, part, kept=kept) for part in parts], 1)
+    together = torch.cat([linear_nvfp4(x, part, x.dtype, kept=kept) for part in parts], 1)
     assert_close(together, torch.cat([product(x.double(), part) for part in parts], 1), BOUND)
     largest = dataclasses.replace(parts[0], scale=0.008)
-    assert relative_error(linear_nvfp4(x, parts[0], kept=kept), product(x.double(), largest)) > 0.3
+    assert relative_error(linear_nvfp4(x, parts[0], x.dtype, kept=kept), product(x.double(), largest)) > 0.3
 
 
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:
@@ -111,6 +111,8 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
     weight = random_weight(g, "w", Scheme.NVFP4, 24, 32)
     weight = dataclasses.replace(weight, block_scale=torch.full((24, 2), 2.0).to(torch.float8_e4m3fn))
     x = torch.randint(-8, 9, (9, 32), generator=g).float()
-    together = linear_nvfp4(x, weight, kept=store())
+    together = linear_nvfp4(x, weight, x.dtype, kept=store())
     for row in range(9):
-        assert torch.equal(linear_nvfp4(x[row : row + 1], weight, kept=store())[0], together[row])
+        assert torch.equal(
+            linear_nvfp4(x[row : row + 1], weight, x[row : row + 1].dtype, kept=store())[0], together[row]
+        )

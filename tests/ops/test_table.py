@@ -156,12 +156,12 @@ def test_an_op_that_does_not_exist_is_named() -> None:
 def test_the_real_ops_are_counted_too() -> None:
     bound = ops("reference")
     x = torch.ones(2, 3)
-    bound.linear(x, plain_weight("w", torch.ones(4, 3)))
-    bound.linear(x, plain_weight("w", torch.ones(4, 3)))
-    bound.relu_squared(x)
+    bound.linear(x, plain_weight("w", torch.ones(4, 3)), x.dtype)
+    bound.linear(x, plain_weight("w", torch.ones(4, 3)), x.dtype)
+    bound.rms_norm(x, None, torch.ones(3), 1e-5)
     assert bound.snapshot() == {
         Path("linear", "reference", "torch", ""): 2,
-        Path("relu_squared", "reference", "torch", ""): 1,
+        Path("rms_norm", "reference", "torch", ""): 1,
     }
     assert {"ssd_scan", "ssd_update", "moe_experts", "sample"} <= set(registered_ops())
 

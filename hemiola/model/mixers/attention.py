@@ -32,6 +32,8 @@ class AttentionMixer:
         self.name, self.spec = name, spec
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
         self.scale, self.kv_scales, self.ops = scale, kv_scales, ops
+        input_scales = {proj.input_scale for proj in (q_proj, k_proj, v_proj)}
+        self.input_scale = input_scales.pop() if len(input_scales) == 1 else None
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         assert isinstance(cache, KVTensors), f"{self.name} was given no KV cache"
@@ -49,7 +51,13 @@ class AttentionMixer:
         if batch.num_prefills:
             table, lens, starts = batch.block_table[d:], batch.seq_lens[d:], batch.prefill_start_loc
             parts.append(
-                self.ops.paged_attention_prefill(q[d:], *cache, table, starts, lens, self.scale, *self.kv_scales)
+                self.ops.paged_attention_prefill(
+                    q[d:], *cache, table, starts, lens, self.scale, *self.kv_scales, batch.layout
+                )
             )
         heads = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(heads.flatten(1), tap)
+
+    def warm(self) -> None:
+        for proj in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            proj.warm()

@@ -13,7 +13,7 @@ import torch
 from hemiola.model.batch import ForwardBatch
 from hemiola.model.linear import Linear
 from hemiola.model.specs import LayerCache, StateSpec, StateTensors
-from hemiola.ops import Ops
+from hemiola.ops import Ops, PrefillLayout
 from hemiola.tap import Tap
 
 
@@ -44,6 +44,7 @@ class Mamba2Mixer:
     ) -> None:
         self.spec, self.in_proj, self.out_proj, self.parameters = spec, in_proj, out_proj, parameters
         self.ssm_groups, self.chunk_size, self.dt_limit, self.eps, self.ops = ssm_groups, chunk_size, dt_limit, eps, ops
+        self.input_scale = in_proj.input_scale
         self.inner = spec.num_heads * spec.head_dim
         self.group_size = self.inner // ssm_groups
         self.bc_size = ssm_groups * spec.state_size
@@ -59,8 +60,14 @@ class Mamba2Mixer:
         if batch.num_prefills:
             parts.append(self._scan(xBC[d:], dt[d:], batch, cache))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        gated = self.ops.gated_rms_norm(y.flatten(1), z, self.parameters.norm_weight, self.group_size, self.eps)
+        gated = self.ops.gated_rms_norm(
+            y.flatten(1), z, self.parameters.norm_weight, self.group_size, self.eps, self.out_proj.input_scale
+        )
         return self.out_proj(gated, tap)
+
+    def warm(self) -> None:
+        self.in_proj.warm()
+        self.out_proj.warm()
 
     def _update(
         self, xBC: torch.Tensor, dt: torch.Tensor, state_indices: torch.Tensor, cache: StateTensors
@@ -82,11 +89,11 @@ class Mamba2Mixer:
                 states[marks.slots] = states[marks.sources]
             self._scan_rows(
                 xBC[marks.tokens], dt[marks.tokens], marks.slots, marks.start_loc, marks.num_computed,
-                marks.has_initial_state, cache,
+                marks.has_initial_state, marks.layout, cache,
             )  # fmt: skip
         return self._scan_rows(
             xBC, dt, batch.state_indices[d:], batch.prefill_start_loc, batch.num_computed[d:],
-            batch.has_initial_state[d:], cache,
+            batch.has_initial_state[d:], batch.layout, cache,
         )  # fmt: skip
 
     def _scan_rows(
@@ -97,16 +104,17 @@ class Mamba2Mixer:
         starts: torch.Tensor,
         num_computed: torch.Tensor,
         has_initial_state: torch.Tensor,
+        layout: PrefillLayout | None,
         cache: StateTensors,
     ) -> torch.Tensor:
         p = self.parameters
         convolved = self.ops.causal_conv1d(
-            xBC, p.conv_weight, p.conv_bias, cache.conv, slots, starts, has_initial_state
+            xBC, p.conv_weight, p.conv_bias, cache.conv, slots, starts, has_initial_state, layout
         )
         inputs, B, C = self._split(convolved)
         y: torch.Tensor = self.ops.ssd_scan(
             inputs, dt, p.A, B, C, p.D, p.dt_bias, cache.ssm, slots, starts, num_computed, self.chunk_size,
-            self.dt_limit,
+            self.dt_limit, layout,
         )  # fmt: skip
         return y
 

@@ -6,12 +6,11 @@ and is never scaled. Source: vLLM 0.25.0 model_executor/models/nemotron_h.py (Ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hemiola.formats.weight import Weight
+from hemiola.formats.weight import ExpertBank, Weight
 from hemiola.model.batch import ForwardBatch
 from hemiola.model.linear import Linear
 from hemiola.model.mixers.mlp import MLPMixer
@@ -37,8 +36,8 @@ class MoEMixer:
     def __init__(
         self,
         router: Router,
-        up: Sequence[Weight],
-        down: Sequence[Weight],
+        up: ExpertBank,
+        down: ExpertBank,
         routed_scaling_factor: float,
         shared: MLPMixer | None,
         latent: tuple[Linear, Linear] | None,
@@ -47,6 +46,7 @@ class MoEMixer:
         self.router, self.up, self.down = router, up, down
         self.routed_scaling_factor = routed_scaling_factor
         self.shared, self.latent, self.ops = shared, latent, ops
+        self.input_scale: float | None = None  # the router, the experts and the shared expert read one input
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         r = self.router
@@ -54,9 +54,21 @@ class MoEMixer:
         ids, weights = self.ops.moe_route(
             logits, r.correction_bias, r.top_k, r.router_groups, r.topk_router_groups, r.normalise
         )
+        shared = None if self.shared is None else self.shared.feed(x, tap)
         inputs = self.latent[0](x, tap) if self.latent else x
-        routed: torch.Tensor = self.ops.moe_experts(inputs, ids, weights, self.up, self.down, tap=tap)
-        routed = routed * self.routed_scaling_factor
-        if self.latent:
-            routed = self.latent[1](routed, tap)
-        return routed if self.shared is None else self.shared.feed(x, tap) + routed
+        added = None if self.latent else shared
+        routed: torch.Tensor = self.ops.moe_experts(
+            inputs, ids, weights, self.up, self.down, self.routed_scaling_factor, added, tap=tap
+        )
+        if self.latent is None:
+            return routed
+        routed = self.latent[1](routed, tap)
+        return routed if shared is None else shared + routed
+
+    def warm(self) -> None:
+        self.ops.prepare("router_logits", self.router.gate)
+        self.ops.prepare("moe_experts", self.up)
+        self.ops.prepare("moe_experts", self.down)
+        for linear in (self.shared, *(self.latent or ())):
+            if linear is not None:
+                linear.warm()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hemiola.ops.relu_squared import relu_squared
+from hemiola.ops.epilogue import relu_squared
 from tests.support.numerics import generator, randn
 
 
