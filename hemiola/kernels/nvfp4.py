@@ -1,16 +1,16 @@
 """NVFP4 weights in the order in which kernels read them: packing, in torch, and decoding, inside of kernels.
 
-On disk byte b of a row holds columns 2b and 2b + 1. Packed, columns go in groups of 64, padded with zeros. A group is
-32 bytes, eight little-endian words; word w holds columns 4w .. 4w + 3 ("lo") and 32 + 4w .. 32 + 4w + 3 ("hi"), from
-the highest nibble to the lowest: lo[1] lo[3] hi[1] hi[3] lo[0] lo[2] hi[0] hi[2]. Shifting a word left by 0, 4, 8 and
-12 bits brings two neighbouring codes to the top of its halves, where two masks make two bfloat16 numbers of them: a
-code's bits read as the low bits of a bfloat16 exponent and the first of its mantissa are its value times 2^-126, the
-subnormal one included. So a tile of packed bytes decodes, without moving anything between threads, to two tiles of its
-own shape: byte b of group g gives columns 64 g + b (lo) and 64 g + 32 + b (hi).
+On disk byte b of a row holds columns 2b and 2b + 1. Packed, columns go in groups of 64, padded with zeros: byte b of
+the 32 of group g holds column 64 g + b ("lo") in its high nibble and column 64 g + 32 + b ("hi") in its low one. So a
+tile of packed bytes decodes element by element to two tiles of its own shape, whatever threads hold which bytes: what
+the hardware wants of a matrix product's operand needs no exchange.
 
-Sixteen bytes at a multiple of sixteen hold one block of lo columns and one of hi columns. Their two e4m3 scales make
-one 16-bit word, lo in its low byte: words of scales are a row of K / 32. In a kernel a scale is e4m3 times 2^119, so
-that a decoded weight is e2m1 times e4m3 times 2^-7, exact in bfloat16. What remains, 2^7 (`REMAINDER`), belongs to the
+A code's bits read as the low bits of a bfloat16 exponent and the first of its mantissa are its value times 2^-126, the
+subnormal one included: two codes that lie 16 bits apart become a pair of bfloat16 numbers by two masks and a shift.
+
+Sixteen bytes at a multiple of sixteen hold one block of lo columns and one of hi columns. Their two scales make one
+32-bit word, lo in its lower half: words of scales are a row of K / 32. Each is e4m3 times 2^119 in bfloat16, so that a
+decoded weight is e2m1 times e4m3 times 2^-7, exact in bfloat16. What remains, 2^7 (`REMAINDER`), belongs to the
 tensor's scale, which multiplies the accumulator.
 """
 
@@ -47,41 +47,30 @@ def pack_codes(data: Tensor) -> Tensor:
     step = max(1, _CHUNK_BYTES // out_bytes)
     for start in range(0, len(rows), step):
         part = torch.nn.functional.pad(rows[start : start + step], (0, out_bytes - in_bytes))
-        # (rows, groups, lo or hi, words, bytes of a word): columns 4w, 4w + 1 in the first byte, then 4w + 2, 4w + 3.
-        part = part.view(len(part), -1, 2, 8, 2)
-        first, second = part[..., 0], part[..., 1]
-        even = (first << 4) | (second & 0xF)
-        odd = (first & 0xF0) | (second >> 4)
-        lo, hi = 0, 1
-        words = torch.stack((even[:, :, hi], even[:, :, lo], odd[:, :, hi], odd[:, :, lo]), dim=-1)
-        packed[start : start + step] = words.view(len(part), out_bytes)
+        lo, hi = part.view(len(part), -1, 2, 16).unbind(2)  # (rows, groups, 16): two columns a byte, the first low
+        first = (lo << 4) | (hi & 0xF)
+        second = (lo & 0xF0) | (hi >> 4)
+        packed[start : start + step] = torch.stack((first, second), dim=-1).view(len(part), out_bytes)
     return packed.view(*data.shape[:-1], out_bytes)
 
 
 def pack_scales(block_scale: Tensor) -> Tensor:
-    """Block scales in words of two, as kernels read them.
+    """Block scales, widened, in words of two.
 
-    block_scale: (..., in / 16) float8_e4m3fn, any device. Returns (..., padded_columns(in) / 32) int16.
+    block_scale: (..., in / 16) float8_e4m3fn, any device. Returns (..., padded_columns(in) / 32) int32.
     """
-    blocks = block_scale.shape[-1]
-    padded = torch.nn.functional.pad(block_scale.view(torch.uint8), (0, -blocks % 4))
-    words = padded.view(*block_scale.shape[:-1], -1, 2, 2).transpose(-1, -2).contiguous()  # lo and hi side by side
-    return words.flatten(-3).view(torch.int16)
+    scales = (block_scale.float() * 2.0**119).bfloat16()
+    scales = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
+    words = scales.view(*scales.shape[:-1], -1, 2, 2).transpose(-1, -2).contiguous()  # lo and hi side by side
+    return words.flatten(-3).view(torch.int32)
 
 
 @triton.jit
 def block_scales(words):
-    """Words of two scales, int16 of any shape: the lo and the hi blocks' scales, bfloat16, times 2^119."""
-    bits = words.to(tl.int32)
-    lo = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    hi = ((bits & 0x8000) << 16) | ((bits & 0x7F00) << 12)
-    return _widen(lo), _widen(hi)
-
-
-@triton.jit
-def _widen(bits):
-    """Sign and, as the low bits of a float32 exponent and its mantissa, an e4m3 code: its value times 2^-120."""
-    return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * 5.192296858534828e33).to(tl.bfloat16)
+    """Words of two scales, int32 of any shape: those of the lo and those of the hi columns, bfloat16."""
+    lo = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    hi = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return lo, hi
 
 
 @triton.jit
@@ -91,38 +80,39 @@ def per_byte(scales, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def decode(packed, lo_scale, hi_scale, ROWS: tl.constexpr, BYTES: tl.constexpr, ASM: tl.constexpr):
-    """A tile of packed bytes, (ROWS, BYTES) uint8, to its lo and hi columns: e2m1 times e4m3 times 2^-7, bfloat16.
+def decode(packed, lo_scale, hi_scale, ASM: tl.constexpr):
+    """A tile of packed bytes, uint8, to its lo and hi columns: e2m1 times e4m3 times 2^-7, bfloat16.
 
-    lo_scale, hi_scale: (ROWS, BYTES) bfloat16, `per_byte` of `block_scales`. ASM: a thread has to hold whole words, in
-    order, as it does where the bytes come from loads of four or more. Without it, the same values by plain operations.
+    lo_scale, hi_scale: bfloat16 of the tile's shape, `per_byte` of `block_scales`. ASM: pairs in inline assembly;
+    without it, the same values by plain operations.
     """
     if ASM:
-        # $0 $1: lo pairs; $2 $3: hi pairs; $4: the word; $5: the lo scale, twice; $7: the hi scale, twice.
+        # $0 $1: lo pairs; $2 $3: hi pairs; $4: four bytes; $5 $6 and $7 $8: their scales.
         lo, hi = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 q, m, z;
-            mov.b32 z, 0x80008000;
-            shr.b32 m, $4, 6;
+            .reg .b32 a, b, m, q, zero;
+            mov.b32 zero, 0x80008000;
+            prmt.b32 a, $4, 0, 0x1404;
+            prmt.b32 b, $4, 0, 0x3424;
+            shr.b32 m, a, 6;
             and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, $4, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $0, m, $5, z;
-            shl.b32 q, $4, 4;
-            shr.b32 m, $4, 2;
+            lop3.b32 m, a, 0x80008000, m, 0xEA;
+            fma.rn.bf16x2 $0, m, $5, zero;
+            shr.b32 m, b, 6;
             and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, q, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $1, m, $5, z;
-            shl.b32 q, $4, 8;
-            shl.b32 m, $4, 2;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, q, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $2, m, $7, z;
-            shl.b32 q, $4, 12;
-            shl.b32 m, $4, 6;
+            lop3.b32 m, b, 0x80008000, m, 0xEA;
+            fma.rn.bf16x2 $1, m, $6, zero;
+            shl.b32 q, a, 4;
+            shr.b32 m, a, 2;
             and.b32 m, m, 0x01C001C0;
             lop3.b32 m, q, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $3, m, $7, z;
+            fma.rn.bf16x2 $2, m, $7, zero;
+            shl.b32 q, b, 4;
+            shr.b32 m, b, 2;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, q, 0x80008000, m, 0xEA;
+            fma.rn.bf16x2 $3, m, $8, zero;
             }
             """,
             "=&r,=&r,=&r,=r,r,r,r,r,r",
@@ -132,16 +122,13 @@ def decode(packed, lo_scale, hi_scale, ROWS: tl.constexpr, BYTES: tl.constexpr, 
             pack=4,
         )
     else:
-        # Bytes of a word: hi[0] hi[2], lo[0] lo[2], hi[1] hi[3], lo[1] lo[3], the first code in the high nibble.
-        hi_bytes, lo_bytes = tl.split(tl.reshape(packed, (ROWS, BYTES // 4, 2, 2)))
-        lo = _values(lo_bytes, ROWS, BYTES) * lo_scale
-        hi = _values(hi_bytes, ROWS, BYTES) * hi_scale
+        lo = _value(packed >> 4) * lo_scale
+        hi = _value(packed & 0xF) * hi_scale
     return lo, hi
 
 
 @triton.jit
-def _values(pairs, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """(ROWS, words, 2) bytes, (even, odd) with codes 0, 2 and 1, 3: e2m1 times 2^-126, (ROWS, BYTES) bfloat16."""
-    codes = tl.permute(tl.join(pairs >> 4, pairs & 0xF), (0, 1, 3, 2))
-    bits = tl.reshape(codes, (ROWS, BYTES)).to(tl.int32)
+def _value(code):
+    """A code's value times 2^-126, bfloat16."""
+    bits = code.to(tl.int32)
     return (((bits & 8) << 12) | ((bits & 7) << 6)).to(tl.int16).to(tl.bfloat16, bitcast=True)
