@@ -35,7 +35,7 @@ _RENDER_ERRORS = (
 class ChatTemplate:
     """One compiled template.
 
-    where: the file it came from, for errors.
+    source: its text. where: the file it came from, for errors.
     special_tokens: names such as bos_token with their text.
     switches: the names that the template reads beyond the standard ones; `render` takes these and no others.
     """
@@ -49,6 +49,7 @@ class ChatTemplate:
             raise CheckpointError(
                 "not a usable chat template", found=f"{error.message} (line {error.lineno})", where=where
             ) from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._reads_tools = "tools" in names
         self.switches = frozenset(names) - {"messages", "tools", "add_generation_prompt"} - special_tokens.keys()

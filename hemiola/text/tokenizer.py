@@ -93,9 +93,10 @@ class Tokenizer:
     def _added_ids(self) -> frozenset[int]:
         return frozenset(self._backend.get_added_tokens_decoder())
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat_templates)
+    def chat_template_source(self, *, with_tools: bool = False) -> str | None:
+        """The text of the chat template, from which the form of answers can be told; None without one."""
+        template = self._chat_template(with_tools)
+        return template.source if template else None
 
     def chat_switches(self, *, with_tools: bool = False) -> frozenset[str]:
         """Names that the chat template reads beyond the standard ones; none without a template."""
