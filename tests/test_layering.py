@@ -19,13 +19,17 @@ ALLOWED: dict[str, set[str]] = {
     "config": BELOW_CONFIG,
     "formats": {*BELOW_CONFIG, "config"},
     "text": {"errors", "config"},
-    "ops": {*BELOW_CONFIG, "formats"},
+    "kernels": set(),
+    "ops": {*BELOW_CONFIG, "formats", "kernels"},
     "model": {*BELOW_CONFIG, "config", "formats", "ops"},
     "cache": {*BELOW_CONFIG, "config", "model"},
     "engine": {*BELOW_CONFIG, "config", "formats", "ops", "model", "cache"},
     "simulate": {*BELOW_CONFIG, "config", "model", "cache", "engine"},
 }
-TOP = {"loading", "front", "llm", "quantize", "inspect", "cli", "__init__", "__main__"}
+TOP = {
+    *("loading", "front", "llm", "quantize", "inspect", "synthetic", "bench", "doctor"),
+    *("cli", "__init__", "__main__"),
+}
 ROOMS = set(ALLOWED) | TOP
 
 # What other packages a room may not use.
@@ -38,7 +42,8 @@ NO_TORCH = {
     "errors.py",
 }
 ONLY_IN = {
-    "triton": ("ops/",),
+    "triton": ("kernels/", "bench/"),
+    "pynvml": ("bench/",),
     "huggingface_hub": ("formats/hub.py",),
     "tokenizers": ("text/",),
     "jinja2": ("text/",),
@@ -96,6 +101,8 @@ def breaches(name: str, source: str) -> list[str]:
                 allowed = OPS_SHARED | OPS_COMPOSED.get(path.stem, set())
                 if rest[1] not in allowed:
                     found.append(f"op file {path.stem} imports ops.{rest[1]}")
+            if room == "ops" and target == "kernels" and not name.startswith("ops/device/"):
+                found.append("a kernel outside of ops/device")
         if top == "torch" and (name in NO_TORCH or room in {"config", "text"}):
             found.append("torch")
         if module.startswith("torch.cuda") and room in {"config", "formats", "model", "cache"}:
@@ -119,6 +126,10 @@ def test_imports_follow_the_layers(path: Path) -> None:
         ("ops/linear.py", "from hemiola.ops.rms_norm import rms_norm", "op file linear imports ops.rms_norm"),
         ("ops/linear.py", "from hemiola.ops import rms_norm", "op file linear imports ops.rms_norm"),
         ("formats/weight.py", "if TYPE_CHECKING:\n    import hemiola.ops.table", "formats imports ops"),
+        ("kernels/nvfp4.py", "from hemiola.errors import ConfigError", "kernels imports errors"),
+        ("ops/linear.py", "from hemiola.kernels import nvfp4", "a kernel outside of ops/device"),
+        ("ops/device/linear.py", "import triton", "triton"),
+        ("model/linear.py", "from hemiola.kernels.launch import capability", "model imports kernels"),
         ("cache/pool.py", "from hemiola.model.batch import ForwardBatch", "cache imports model.batch"),
         ("cache/pool.py", "import torch", "torch"),
         ("engine/scheduler.py", "import torch.nn", "torch"),
@@ -132,6 +143,29 @@ def test_imports_follow_the_layers(path: Path) -> None:
 )
 def test_each_rule_bites(name: str, source: str, breach: str) -> None:
     assert breach in breaches(name, source)
+
+
+KERNELS = sorted((PACKAGE / "kernels").glob("*.py"))
+
+
+def unchecked(source: str) -> list[str]:
+    """Functions that no type checker looks into, besides kernels: those without an annotation."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [
+        f.name
+        for f in functions
+        if f.returns is None and not any("triton.jit" in ast.unparse(decorator) for decorator in f.decorator_list)
+    ]
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=name_of)
+def test_launchers_are_typed(path: Path) -> None:
+    assert unchecked(path.read_text()) == []
+
+
+def test_an_untyped_launcher_is_found() -> None:
+    kernel = "@triton.jit(do_not_specialize=['n'])\ndef _kernel(x_ptr, n): pass\n"
+    assert unchecked(f"{kernel}def launch(x): pass\ndef other(x) -> None: pass") == ["launch"]
 
 
 FORBIDDEN = {

@@ -70,7 +70,15 @@ def run_child(files: tuple[str, ...]) -> tuple[dict[str, list[str]], str]:
     """By module and per test: an empty string, or what failed. And the child's whole output."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--continue-on-collection-errors",
+            f"--junitxml={report}",
+            *files,
+        ]
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
         child = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
         cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
