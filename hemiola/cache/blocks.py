@@ -18,14 +18,16 @@ class BlockPool:
 
     on_evict: called with the key of the idle block to give up; it must unpublish that key, and may unpublish more
     (everything that builds on it). By default the key alone goes.
+    version: grows whenever something is published or unpublished, or published blocks find or lose a holder.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.on_evict: Callable[[bytes], None] = self.unpublish
         self.num_evicted = 0
+        self.version = 0
         self._empty = list(range(size - 1, -1, -1))
-        self._idle: dict[int, None] = {}  # in the order in which they are given up
+        self._idle: dict[bytes, int] = {}  # by key, in the order in which they are given up
         self._holders = [0] * size
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -50,25 +52,27 @@ class BlockPool:
         for _ in range(count):
             if not self._empty:
                 self.num_evicted += 1
-                self.on_evict(self._key_of[next(iter(self._idle))])
+                self.on_evict(next(iter(self._idle)))
             blocks.append(self._empty.pop())
             self._holders[blocks[-1]] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of these held or idle blocks."""
+        """One more holder for each of these published blocks."""
+        self.version += 1
         for block in blocks:
             self._holders[block] += 1
-            self._idle.pop(block, None)
+            self._idle.pop(self._key_of[block], None)
 
     def release(self, blocks: Sequence[int]) -> None:
         """One holder less for each; the last ones of a sequence become idle first, so that beginnings live longest."""
+        self.version += 1
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"KV block {block} is released and nobody holds it"
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                if block in self._key_of:
-                    self._idle[block] = None
+                if (key := self._key_of.get(block)) is not None:
+                    self._idle[key] = block
                 else:
                     self._empty.append(block)
 
@@ -86,22 +90,24 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         return self._holders[block] > 1
 
-    def is_idle(self, block: int) -> bool:
-        return block in self._idle
+    def count_idle(self, keys: Iterable[bytes]) -> int:
+        """How many of these keys' blocks nobody holds."""
+        return sum(map(self._idle.__contains__, keys))
 
     def publish(self, block: int, key: bytes) -> None:
         """Make a full, held block's content findable; where another block has the same content, that one stays it."""
         assert self._holders[block] > 0, f"KV block {block} is published and nobody holds it"
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key], self._key_of[block] = block, key
+            self.version += 1
 
     def unpublish(self, key: bytes) -> None:
         """Content with this key is no longer found; an idle block becomes empty, a held one stays its holders'."""
         block = self._block_of.pop(key, None)
         if block is not None:
             del self._key_of[block]
-            if block in self._idle:
-                del self._idle[block]
+            self.version += 1
+            if self._idle.pop(key, None) is not None:
                 self._empty.append(block)
 
     def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
@@ -110,12 +116,12 @@ class BlockPool:
         Raises: AssertionError naming the first that is not.
         """
         count = Counter(block for blocks in holdings for block in blocks)
-        places = Counter([*self._empty, *self._idle, *count])
+        places = Counter([*self._empty, *self._idle.values(), *count])
         for block in range(self.size):
             assert count[block] == self._holders[block], (
                 f"KV block {block} has {self._holders[block]} references and {count[block]} holders"
             )
             assert places[block] == 1, f"KV block {block} is in {places[block]} of: empty, idle, held"
-            assert block not in self._idle or block in self._key_of, f"KV block {block} is idle and has no content"
         assert sum(places.values()) == self.size, "a KV block outside of the pool"
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "keys and blocks disagree"
+        assert self._idle.items() <= self._block_of.items(), "an idle KV block without its content"

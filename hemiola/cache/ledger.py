@@ -27,6 +27,8 @@ class Holding:
     """What one request has of the caches.
 
     blocks: in order of its tokens. state_slot: -1 for none. keys: chain keys of its full blocks, as far as known.
+    match: what the last search for its prefix found, when there were as many tokens and as many changes as in
+    `matched_at`.
     num_published: blocks that were made findable. stops: tokens at which a snapshot is to be taken.
     reserved: snapshots that the step under way writes.
     pinned: the snapshot it starts from, until its first step is done. base, rolling: its last fixed snapshot, and the
@@ -37,6 +39,8 @@ class Holding:
     blocks: list[int] = field(default_factory=list)
     state_slot: int = -1
     keys: list[bytes] = field(default_factory=list)
+    match: Match | None = None
+    matched_at: tuple[int, int] = (0, 0)
     num_published: int = 0
     stops: tuple[int, ...] = ()
     reserved: list[Snapshot] = field(default_factory=list)
@@ -78,22 +82,26 @@ class Ledger:
         return taken
 
     def find(self, holding: Holding, num_tokens: int, tokens: Tokens) -> Match:
-        """The usable prefix of a request with `num_tokens` known tokens; changes no cache."""
-        if self.prefix.enabled:
-            extend_keys(holding.keys, num_tokens, tokens, self.plan.block_size)
-        return self.prefix.find(holding.keys, num_tokens)
-
-    def num_blocks_needed(self, num_tokens: int, match: Match) -> int:
-        """Free blocks that a request of `num_tokens` tokens takes that starts from `match`."""
-        idle = sum(self.blocks.is_idle(block) for block in match.blocks)
-        return self.plan.blocks_for(num_tokens) - len(match.blocks) + idle
+        """The usable prefix of a request with `num_tokens` known tokens; changes no cache. Searched for again only when
+        something has changed."""
+        now = (num_tokens, self.prefix.version)
+        if holding.match is None or holding.matched_at != now:
+            if self.prefix.enabled:
+                extend_keys(holding.keys, num_tokens, tokens, self.plan.block_size)
+            holding.match, holding.matched_at = self.prefix.find(holding.keys, num_tokens), now
+        return holding.match
 
     def admit(self, holding: Holding, match: Match) -> None:
-        """Give a request a state slot, the blocks and the state of its prefix. Raises: CapacityError."""
+        """Give a request a state slot, the blocks and the state of its prefix, which has just been found.
+
+        Raises: CapacityError.
+        """
         holding.state_slot = self.slots.acquire(holding.owner, 1)[0]
-        self.blocks.share(match.blocks)
-        holding.blocks = list(match.blocks)
         holding.num_published = match.num_tokens // self.plan.block_size
+        if self.prefix.has_blocks:
+            holding.blocks = [self.blocks[key] for key in holding.keys[: holding.num_published]]
+            self.blocks.share(holding.blocks)
+        holding.match = None
         holding.rolling = None
         if match.snapshot is not None:
             self.snapshots.pin(match.snapshot)

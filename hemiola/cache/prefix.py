@@ -11,8 +11,10 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from hemiola.cache.blocks import BlockPool
 from hemiola.cache.snapshots import Snapshot, SnapshotPool
@@ -47,15 +49,16 @@ class PrefixMiss:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """num_tokens can be reused: `blocks` and, where the pattern has states, `snapshot`. miss: why not more.
+    """num_tokens can be reused: their blocks and, where the pattern has states, `snapshot`. miss: why not more.
 
+    num_held: how many of the blocks somebody holds; to take these up costs no free one.
     diverges_at: the position up to which KV is there, when that is further.
     """
 
     num_tokens: int
-    blocks: list[int]
     snapshot: Snapshot | None
     miss: PrefixMiss | None
+    num_held: int = 0
     diverges_at: int = 0
 
 
@@ -99,32 +102,40 @@ class PrefixCache:
         self._parent: dict[bytes, bytes] = {}
         self._evicted: dict[bytes, None] = {}
         self._seen: dict[bytes, None] = {}  # stands in for published blocks where a pattern has none
+        self._num_changes = 0
+
+    @property
+    def version(self) -> int:
+        """Grows with every change that can change what `find` says."""
+        return self._num_changes + self.blocks.version + self.snapshots.version
 
     def find(self, keys: Sequence[bytes], num_tokens: int) -> Match:
         """The longest usable prefix of `num_tokens` tokens with these keys, the last token left to be computed."""
         if not self.enabled:
-            return Match(0, [], None, PrefixMiss(MissReason.DISABLED, num_tokens // self.block_size * self.block_size))
+            return Match(0, None, PrefixMiss(MissReason.DISABLED, num_tokens // self.block_size * self.block_size))
         limit = min(len(keys), (num_tokens - 1) // self.block_size)
         if limit == 0:
-            return Match(0, [], None, PrefixMiss(MissReason.TOO_SHORT, 0))
-        reach = 0
-        while reach < limit and self._is_published(keys[reach]):
-            reach += 1
-        length, snapshot = reach if self.has_blocks else limit, None
+            return Match(0, None, PrefixMiss(MissReason.TOO_SHORT, 0))
+        if self.has_blocks:
+            # What comes before a published block is published, too.
+            reach = length = bisect_left(keys, True, hi=limit, key=lambda key: self.blocks.find(key) is None)
+        else:
+            reach, length = sum(1 for _ in takewhile(self._seen.__contains__, keys[:limit])), limit
+        snapshot = None
         if self.has_states:
-            while length and (snapshot := self.snapshots.find(keys[length - 1])) is None:
-                length -= 1
-        blocks = [self.blocks[key] for key in keys[:length]] if self.has_blocks else []
+            snapshot = self.snapshots.find_last(keys[:length])
+            length = snapshot.num_tokens // self.block_size if snapshot else 0
+        num_held = length - self.blocks.count_idle(keys[:length]) if self.has_blocks else 0
         miss, reach = None, max(reach, length)
         if length < limit:
-            if any(key in self._evicted for key in keys[length : reach + 1]):
+            if not self._evicted.keys().isdisjoint(keys[length : reach + 1]):
                 reason = MissReason.EVICTED
             else:
                 reason = MissReason.NO_STATE if reach > length else MissReason.NO_KV
             kv_tokens = (reach - length) * self.block_size if self.has_blocks else 0
             miss = PrefixMiss(reason, (limit - length) * self.block_size, kv_tokens)
         diverges_at = reach * self.block_size if reach > length else 0
-        return Match(length * self.block_size, blocks, snapshot, miss, diverges_at)
+        return Match(length * self.block_size, snapshot, miss, num_held, diverges_at)
 
     def publish(self, keys: Sequence[bytes], blocks: Sequence[int], start: int) -> None:
         """Make blocks start .. len(keys) - 1 findable; their content is written. What lies before them comes back when
@@ -133,9 +144,12 @@ class PrefixCache:
             start -= 1
         for index in range(start, len(keys)):
             key = keys[index]
-            self._evicted.pop(key, None)
+            if key in self._evicted:
+                del self._evicted[key]
+                self._num_changes += 1
             if not self.has_blocks:
                 _add_bounded(self._seen, key)
+                self._num_changes += 1
             elif self.blocks.find(key) is None:
                 self.blocks.publish(blocks[index], key)
                 if index:
@@ -147,6 +161,7 @@ class PrefixCache:
         for key in [*self.blocks.published_keys(), *self.snapshots.held_keys()]:
             self._drop(key)
         self._seen.clear()
+        self._num_changes += 1
 
     def check_integrity(self) -> None:
         """What is published hangs together: every block and snapshot with all that comes before it."""

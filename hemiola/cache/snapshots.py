@@ -5,15 +5,19 @@ to save per byte it holds:
 
     tokens saved x (1 + hits) x 2^-(age / size) / bytes
 
-Tokens saved are those since the next snapshot below it on the same prefix that is still held; age counts snapshots
-taken or asked for since its last use, so that an unused one halves with every turnover of the pool. All snapshots of a
-model have the same bytes, which therefore cancel. What the device pool gives up moves to host memory when there is a
-host tier, under the same rule; a hit there is loaded from there.
+Tokens saved are those since the next snapshot below it on the same prefix that is still held; age counts fixed
+snapshots asked for and hits since its last use, so that an unused one halves with every turnover of the pool. All
+snapshots of a model have the same bytes, which therefore cancel. What the device pool gives up moves to host memory
+when there is a host tier, under the same rule; a hit there is loaded from there.
+
+A running request keeps one more snapshot beside its fixed ones, which rolls forward with it until the request ends.
+Its value is counted like any other's, but neither rolling nor asking for a place to begin makes others older, however
+long an answer gets: what an idle conversation left behind does not give way to something that is worth less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hemiola.cache.movements import CopyState, Forget, LoadState, Movement, SaveState
@@ -63,7 +67,7 @@ class SnapshotPool:
     """Slots first_slot .. first_slot + size - 1 of the state tensors, and `host_size` places on the host.
 
     movements: where copies are written down; host_names: numbers for host copies. on_evict: told the key of each
-    snapshot that is gone for want of room.
+    snapshot that is gone for want of room. version: grows whenever there is another set of snapshots to be found.
     """
 
     first_slot: int
@@ -73,6 +77,7 @@ class SnapshotPool:
     host_names: Iterator[int]
     on_evict: Callable[[bytes], None] = lambda key: None
     counts: SnapshotCounts = field(default_factory=SnapshotCounts)
+    version: int = 0
     _free: list[int] = field(init=False)
     _held: dict[bytes, Snapshot] = field(default_factory=dict)
     _reserved: set[int] = field(default_factory=set)
@@ -102,6 +107,11 @@ class SnapshotPool:
     def find(self, key: bytes) -> Snapshot | None:
         return self._held.get(key)
 
+    def find_last(self, keys: Sequence[bytes]) -> Snapshot | None:
+        """Of the last of these keys that has one."""
+        key = next(filter(self._held.__contains__, reversed(keys)), None)
+        return None if key is None else self._held[key]
+
     def held_keys(self) -> Iterable[bytes]:
         return self._held.keys()
 
@@ -129,15 +139,7 @@ class SnapshotPool:
         if (known := self._held.get(key)) is not None:
             return known
         self._clock += 1
-        new = Snapshot(key, num_tokens, -1, below, self._clock)
-        if not self._free and not self._make_room(new):
-            self.counts.refused += 1
-            return None
-        new.slot = self._free.pop()
-        self._held[key] = new
-        self.counts.taken += 1
-        self.movements.append(CopyState(slot, new.slot))
-        return new
+        return self._take(key, num_tokens, slot, below)
 
     def reserve(self, key: bytes, num_tokens: int, below: Snapshot | None) -> Snapshot | None:
         """A place for a state that the coming step writes; nobody finds it before `publish`. None when there is no
@@ -146,10 +148,8 @@ class SnapshotPool:
             return None
         self._clock += 1
         new = Snapshot(key, num_tokens, -1, below, self._clock, is_fixed=True, is_held=False)
-        if not self._free and not self._make_room(new):
-            self.counts.refused += 1
+        if not self._find_place(new):
             return None
-        new.slot = self._free.pop()
         self._reserved.add(new.slot)
         return new
 
@@ -160,8 +160,7 @@ class SnapshotPool:
             return known
         self._reserved.remove(reserved.slot)
         reserved.is_held = True
-        self._held[reserved.key] = reserved
-        self.counts.taken += 1
+        self._hold(reserved)
         return reserved
 
     def give_back(self, reserved: Snapshot) -> None:
@@ -172,13 +171,21 @@ class SnapshotPool:
     def roll(
         self, old: Snapshot | None, key: bytes, num_tokens: int, slot: int, below: Snapshot | None
     ) -> Snapshot | None:
-        """`take`, in the place of `old` where that one is not fixed."""
-        if old is None or not old.is_held or old.slot < 0 or old.is_fixed or key in self._held:
-            return self.take(key, num_tokens, slot, below)
+        """Like `take`, instead of `old` where that one is held and not fixed: in its slot, or for its place on the
+        host."""
+        if (known := self._held.get(key)) is not None:
+            return known
+        if old is None or not old.is_held or old.is_fixed:
+            return self._take(key, num_tokens, slot, below)
+        if old.slot < 0:
+            new = self._take(key, num_tokens, slot, below)
+            if new is not None:
+                self.drop(old.key)
+            return new
         del self._held[old.key]
-        self._clock += 1
         old.key, old.num_tokens, old.last_used = key, num_tokens, self._clock
         self._held[key] = old
+        self.version += 1
         self.counts.rolled += 1
         self.movements.append(CopyState(slot, old.slot))
         return old
@@ -190,6 +197,7 @@ class SnapshotPool:
             return
         assert snapshot.pins == 0, "a snapshot is dropped while a request is about to read it"
         snapshot.is_held = False
+        self.version += 1
         if snapshot.slot >= 0:
             self._free.append(snapshot.slot)
         else:
@@ -207,6 +215,27 @@ class SnapshotPool:
         assert everything == list(range(self.first_slot, self.first_slot + self.size)), "a snapshot slot is lost"
         assert self._num_on_host == len(self._held) - len(slots) <= self.host_size, "host snapshots are miscounted"
         assert all(s.is_held and s.key == key for key, s in self._held.items()), "a snapshot under a wrong key"
+
+    def _take(self, key: bytes, num_tokens: int, slot: int, below: Snapshot | None) -> Snapshot | None:
+        new = Snapshot(key, num_tokens, -1, below, self._clock)
+        if not self._find_place(new):
+            return None
+        self._hold(new)
+        self.movements.append(CopyState(slot, new.slot))
+        return new
+
+    def _hold(self, new: Snapshot) -> None:
+        self._held[new.key] = new
+        self.version += 1
+        self.counts.taken += 1
+
+    def _find_place(self, new: Snapshot) -> bool:
+        """Give it a slot that is free, or made so."""
+        if not self._free and not self._make_room(new):
+            self.counts.refused += 1
+            return False
+        new.slot = self._free.pop()
+        return True
 
     def _make_room(self, new: Snapshot) -> bool:
         """Free one slot, if the least valuable snapshot there is worth less than `new`."""

@@ -21,6 +21,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 
 from hemiola.cache.budget import CachePlan
 from hemiola.cache.ledger import Ledger
@@ -65,7 +66,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
         self._rows: dict[Request, int] = {}
-        self._coming: dict[bytes, Request] = {}  # prefixes that running requests are about to make usable
+        # Prefixes that running requests are about to make usable: their lengths, and who computes them.
+        self._coming: dict[bytes, tuple[int, Request]] = {}
         self._waited_for: dict[Request, Request] = {}
         self._num_added = 0
         self._is_turn_of_short = False
@@ -132,7 +134,7 @@ class Scheduler:
             )
         assert all(r.state_slot >= 0 for r in self.running), "a running request without a state slot"
         assert all(r.state_slot < 0 and not r.blocks for r in self.waiting), "a waiting request holds memory"
-        assert all(r in self.running for r in self._coming.values()), "a prefix is awaited that nobody computes"
+        assert all(r in self.running for _, r in self._coming.values()), "a prefix is awaited that nobody computes"
 
     # Tokens
 
@@ -191,7 +193,7 @@ class Scheduler:
         """Let a waiting request run, unless it waits for a prefix. False: there is no room for it now."""
         holding = request.holding
         match = self._find(request)
-        if holding.swapped is None and self._is_coming(request, match):
+        if match is not None and self._is_coming(request, match):
             return True
         while not self._fits(request, match):
             victim = self.running[-1] if self.running else None
@@ -200,13 +202,13 @@ class Scheduler:
             self._preempt(victim)
             match = self._find(request)
         try:
-            if holding.swapped is not None:
+            if match is None:
                 self.ledger.swap_in(holding)
             else:
                 self.ledger.admit(holding, match)
         except CapacityError:
             return False
-        if request.num_computed == 0:
+        if match is not None:
             self._start(request, match)
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -224,45 +226,48 @@ class Scheduler:
             last = (len(request.prompt_ids) - 1) // size * size
             request.holding.stops = tuple(sorted({s for s in (match.diverges_at, last) if s > match.num_tokens}))
             for stop in request.holding.stops:
-                self._coming.setdefault(request.holding.keys[stop // size - 1], request)
+                self._coming.setdefault(request.holding.keys[stop // size - 1], (stop, request))
         else:
             request.holding.stops = ()
 
-    def _find(self, request: Request) -> Match:
+    def _find(self, request: Request) -> Match | None:
+        """The prefix that a waiting request can start from; None for one that is swapped out and needs none."""
+        if request.holding.swapped is not None:
+            return None
         match = self.ledger.find(request.holding, request.num_tokens, request.tokens_between)
         if request.params.prompt_logprobs is None or len(request.prompt_logprobs) == len(request.prompt_ids):
             return match
         # Every prompt token has to be run to know what it predicts.
         missed = match.num_tokens + (match.miss.num_tokens if match.miss else 0)
-        return Match(0, [], None, PrefixMiss(MissReason.DISABLED, missed))
+        return Match(0, None, PrefixMiss(MissReason.DISABLED, missed))
 
     def _is_coming(self, request: Request, match: Match) -> bool:
         """Whether to wait for a running request that is about to make a longer prefix of this one usable. A request
         waits for one other at most, and for none of lower priority."""
-        size = self.plan.block_size
-        if not self._coming or request.params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None:
             return False
-        for index in range((request.num_tokens - 1) // size - 1, match.num_tokens // size - 1, -1):
-            key = request.holding.keys[index]
-            if key in self._coming:
-                leader = self._coming[key]
-                return leader.priority <= request.priority and self._waited_for.setdefault(request, leader) is leader
-        return False
+        keys, size = request.holding.keys, self.plan.block_size
+        longer = [
+            (stop, leader)
+            for key, (stop, leader) in self._coming.items()
+            if match.num_tokens < stop < request.num_tokens and keys[stop // size - 1] == key
+        ]
+        if not longer:
+            return False
+        _, leader = max(longer, key=itemgetter(0))
+        return leader.priority <= request.priority and self._waited_for.setdefault(request, leader) is leader
 
     def _settle(self, request: Request, stops: Iterable[int]) -> None:
         """These stops of a request are behind it, or will not come."""
         for stop in stops:
             key = request.holding.keys[stop // self.plan.block_size - 1]
-            if self._coming.get(key) is request:
+            if self._coming.get(key) == (stop, request):
                 del self._coming[key]
 
-    def _fits(self, request: Request, match: Match) -> bool:
+    def _fits(self, request: Request, match: Match | None) -> bool:
         """A state slot, and blocks for all known tokens besides what running requests still have to consume."""
         promised = sum(self.plan.blocks_for(r.num_tokens) - len(r.blocks) for r in self.running)
-        if request.holding.swapped is not None:
-            needed = self.plan.blocks_for(request.num_tokens)
-        else:
-            needed = self.ledger.num_blocks_needed(request.num_tokens, match)
+        needed = self.plan.blocks_for(request.num_tokens) - (match.num_held if match else 0)
         return self.slots.num_free > 0 and needed + max(0, promised) <= self.blocks.num_free
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:

@@ -15,7 +15,7 @@ def test_content_stays_findable_until_the_block_is_needed() -> None:
     first = pool.acquire(2)
     pool.publish(first[0], b"a")
     pool.release(first)
-    assert (pool.num_free, pool.num_published, pool.is_idle(first[0])) == (3, 1, True)
+    assert (pool.num_free, pool.num_published, pool.count_idle([b"a"])) == (3, 1, 1)
     assert first[0] not in pool.acquire(2), "empty ones go first"
     assert pool.find(b"a") == first[0]
     assert pool.acquire(1) == [first[0]]
@@ -42,7 +42,7 @@ def test_a_shared_block_is_free_when_its_last_holder_lets_go() -> None:
     pool.check_integrity([held])
     pool.release(held)
     pool.share(held)  # idle content is taken up again
-    assert (pool.num_free, pool.is_idle(held[0])) == (1, False)
+    assert (pool.num_free, pool.count_idle([b"a"])) == (1, 0)
 
 
 def test_the_first_of_two_with_the_same_content_stays() -> None:
@@ -52,7 +52,7 @@ def test_the_first_of_two_with_the_same_content_stays() -> None:
     pool.publish(two, b"a")
     assert pool.find(b"a") == one
     pool.release([one, two])
-    assert (pool.is_idle(one), pool.is_idle(two)) == (True, False)
+    assert pool._idle == {b"a": one}
 
 
 def test_too_many_are_refused_and_nothing_changes() -> None:

@@ -114,6 +114,34 @@ def test_a_rolled_one_moves_on_in_its_slot_unless_it_is_fixed() -> None:
     assert held(p) == {"32", "48"}
 
 
+def test_rolling_makes_nobody_older() -> None:
+    """One place is an idle conversation's; a long answer rolls in the other, and a short one asks for one in vain."""
+    p = pool()
+    take(p, "idle", 100)
+    rolling = p.roll(None, b"long", 112, 3, None)
+    for num_tokens in range(128, 8000, 16):
+        assert p.roll(rolling, str(num_tokens).encode(), num_tokens, 3, None) is rolling
+        assert p.roll(None, b"short", 96, 4, None) is None
+    assert held(p) == {"idle", "7984"}
+    assert p.roll(None, b"longer", 112, 4, None) is not None
+    assert held(p) == {"longer", "7984"}
+
+
+def test_a_rolled_one_leaves_nothing_on_the_host() -> None:
+    p = pool(1, host_size=2)
+    rolling = p.roll(None, b"16", 16, 3, None)
+    take(p, "other", 20)
+    assert rolling is not None
+    assert (rolling.slot, p.num_on_host) == (-1, 1)
+    assert p.roll(rolling, b"18", 18, 3, None) is None, "worth less than what is there"
+    assert held(p) == {"16", "other"}
+    later = p.roll(rolling, b"32", 32, 3, None)
+    assert later is not rolling
+    assert held(p) == {"32", "other"}
+    assert p.movements[-3:] == [SaveState(10, 1), CopyState(3, 10), Forget(0)]
+    assert p.counts.evicted == 0, "what a request replaces itself is not evicted"
+
+
 def test_a_reserved_one_is_not_found_before_it_is_written() -> None:
     p = pool(1)
     reserved = p.reserve(b"a", 16, None)

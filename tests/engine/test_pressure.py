@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hemiola.cache.budget import CachePlan
+from hemiola.cache.prefix import Match
 from hemiola.config.engine import EngineConfig
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import Request
@@ -239,4 +240,50 @@ def test_an_abort_in_the_middle_of_a_step_lets_go_of_pins_and_reservations() -> 
     assert snapshots.num_reserved == 1
     run.abort(run.unfinished[0])
     assert snapshots.num_reserved == 0
+    run.finish()
+
+
+def count_searches(run: Shadow) -> list[int]:
+    """The numbers of tokens for which the prefix index was searched from now on."""
+    searched: list[int] = []
+    prefix: Any = run.scheduler.ledger.prefix
+    original = prefix.find
+
+    def find(keys: list[bytes], num_tokens: int) -> Match:
+        searched.append(num_tokens)
+        return original(keys, num_tokens)  # type: ignore[no-any-return]
+
+    prefix.find = find
+    return searched
+
+
+def test_a_prefix_is_searched_for_again_only_after_a_change() -> None:
+    """68 tokens wait in vain for 17 blocks of 24 while a request decodes: only a step that completes one of its blocks,
+    every fourth, can have changed anything."""
+    run = shadow(prefill_tokens_per_s=1e12)
+    run.add(request("runs", list(range(30)), 40))
+    run.step()
+    run.add(request("waits", list(range(100, 168)), 6))
+    searched = count_searches(run)
+    for _ in range(32):
+        run.step()
+    (waiting,) = run.scheduler.waiting
+    assert (waiting.request_id, waiting.num_preemptions) == ("waits", 0)
+    assert 1 <= len([count for count in searched if count == 68]) <= 1 + 32 // BLOCK
+    run.finish()
+
+
+def test_nothing_is_searched_for_a_request_that_was_swapped_out() -> None:
+    run = shadow(num_blocks=17, prefill_tokens_per_s=1e-3, host_bytes_per_s=1e9)
+    run.add(request("first", list(range(30)), 30))
+    run.add(request("second", list(range(100, 120)), 30))
+    while not run.scheduler.preemptions.swapped:
+        run.step()
+    (waiting,) = run.scheduler.waiting
+    assert waiting.holding.swapped is not None
+    searched = count_searches(run)
+    for _ in range(3):
+        run.step()
+    assert waiting.holding.swapped is not None
+    assert searched == []
     run.finish()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hemiola.cache.movements import CopyState, Forget, LoadBlocks, LoadState, Movement, SaveBlocks, SaveState
+from hemiola.cache.prefix import PrefixCache
 from hemiola.engine.request import FinishReason, Request, RequestStatus
 from hemiola.engine.scheduler import ScheduledRow, Scheduler
 
@@ -126,6 +127,11 @@ class Shadow:
         for request in self.unfinished:
             cached = tuple(request.prompt_ids[: request.num_cached_tokens or 0])
             assert not cached or cached in self.computed, "more is reused than was computed"
+            holding, prefix = request.holding, self.scheduler.ledger.prefix
+            if holding.match is not None and holding.matched_at == (request.num_tokens, prefix.version):
+                assert holding.match == PrefixCache.find(prefix, holding.keys, request.num_tokens), (
+                    "a search's answer is out of date"
+                )
 
     def _read(self, request: Request) -> None:
         plan, tokens = self.scheduler.plan, tuple(request.tokens_between(0, request.num_computed))
