@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 TOP = {
     *("loading", "front", "llm", "quantize", "inspect", "synthetic", "bench", "doctor"),
-    *("cli", "__init__", "__main__"),
+    *("serve", "load", "cli", "__init__", "__main__"),
 }
 ROOMS = set(ALLOWED) | TOP
 
@@ -48,6 +48,9 @@ ONLY_IN = {
     "tokenizers": ("text/",),
     "jinja2": ("text/",),
     "typer": ("cli/",),
+    "fastapi": ("serve/",),
+    "uvicorn": ("serve/",),
+    "prometheus_client": ("serve/",),
     "rich": ("cli/", "inspect.py", "loading.py", "llm.py", "simulate/table.py"),
     "transformers": (),
     "os": ("config/", "formats/", "quantize/", "cli/"),

@@ -1,0 +1,242 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hemiola.serve.answers import ChatAnswer
+from hemiola.serve.encoding import DONE, event
+from hemiola.serve.errors import ApiError
+from hemiola.serve.loop import THOUGHT_END, ThinkingBudget, Update
+from hemiola.serve.parameters import CHAT_NAMES, sampling_params
+from hemiola.serve.prompts import ChatPrompt, chat_prompt, effort_switches
+from hemiola.serve.responding import respond
+from hemiola.serve.schemas import ChatRequest, NamedTool, Tool
+from hemiola.serve.service import Generation, Origin, Service
+from hemiola.serve.tokens import chat_logprobs, prompt_logprobs
+from hemiola.text.chat_output import ChatDelta, ChatParser
+from hemiola.text.tokenizer import Tokenizer
+
+
+def chat_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        origin = Origin.of(request)
+        return await respond(request, origin, _Answering.start(service, body, origin), bool(body.stream))
+
+    return router
+
+
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """One request under way."""
+
+    body: ChatRequest
+    service: Service
+    tokenizer: Tokenizer
+    generation: Generation
+    answers: list[ChatAnswer]
+    head: dict[str, Any]
+
+    @classmethod
+    async def start(cls, service: Service, body: ChatRequest, origin: Origin) -> _Answering:
+        tokenizer = service.need_tokenizer()
+        tools = offered_tools(body.tools, body.tool_choice)
+        switches = effort_switches(tokenizer, body.reasoning_effort, "reasoning_effort")
+        prompt = await chat_prompt(
+            tokenizer,
+            body.messages,
+            tools,
+            switches | (body.chat_template_kwargs or {}),
+            body.add_generation_prompt is not False,
+        )
+        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        params = sampling_params(
+            body,
+            names=CHAT_NAMES,
+            max_tokens=service.room_for_output(prompt.ids) if asked is None else asked,
+            logprobs=_logprobs(body),
+        )
+        generation = await service.generate(
+            [prompt.ids],
+            [params],
+            origin=origin,
+            names=CHAT_NAMES,
+            priority=body.priority or 0,
+            thinking_budget=thinking_budget(tokenizer, prompt, body.thinking_token_budget),
+            with_paths=bool(body.return_metrics),
+        )
+        parallel = body.parallel_tool_calls is not False
+        parsers = [answer_parser(tokenizer, prompt, tools, params.skip_special_tokens) for _ in range(params.n)]
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model_name}
+        answers = [ChatAnswer(parser, parallel=parallel) for parser in parsers]
+        return cls(body, service, tokenizer, generation, answers, head)
+
+    async def result(self) -> dict[str, Any]:
+        async for updates in self.generation:
+            for _, update in updates:
+                self.answers[update.index].add(update)
+        answer = {
+            **self.head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, answer) for index, answer in enumerate(self.answers)],
+            "usage": self._usage(),
+        }
+        return answer | self._extras()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        options = self.body.stream_options
+        with_usage = bool(options and options.include_usage)
+        continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+
+        def chunk(choice: dict[str, Any]) -> bytes:
+            usage = {"usage": self._usage() if continuous else None} if with_usage else {}
+            return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **usage})
+
+        role = {"role": "assistant", "content": ""}
+        yield b"".join(chunk(_stream_choice(index, role)) for index in range(len(self.answers)))
+        async for updates in self.generation:
+            yield b"".join(chunk(choice) for _, update in updates for choice in self._stream_choices(update))
+        last: dict[str, Any] = {"usage": self._usage()} if with_usage else {}
+        if last or self._extras():
+            yield event({**self.head, "object": "chat.completion.chunk", "choices": [], **last, **self._extras()})
+        yield DONE
+
+    def _stream_choices(self, update: Update) -> list[dict[str, Any]]:
+        """The chunks of one update. Log-probabilities and ids go with its first, the end's reason with its last."""
+        answer = self.answers[update.index]
+        parts = [_delta(delta) for delta in answer.add(update)]
+        if not parts and (self.body.logprobs or self.body.return_token_ids or update.finish):
+            parts = [{}]
+        choices = [_stream_choice(update.index, part) for part in parts]
+        if choices and self.body.logprobs:
+            choices[0]["logprobs"] = {"content": self._chat_logprobs(update.token_ids, update.logprobs)}
+        if choices and self.body.return_token_ids:
+            choices[0]["token_ids"] = update.token_ids
+        if update.finish is not None:
+            choices[-1] |= {"finish_reason": answer.finish_reason, "stop_reason": update.finish.stop_reason}
+        return choices
+
+    def _choice(self, index: int, answer: ChatAnswer) -> dict[str, Any]:
+        assert answer.finish is not None, "the generation has ended"
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": answer.content if answer.content or not answer.calls else None,
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        if answer.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls.values()
+            ]
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": self._chat_logprobs(answer.ids, answer.logprobs)} if self.body.logprobs else None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.finish.stop_reason,
+        }
+        return choice | ({"token_ids": answer.ids} if self.body.return_token_ids else {})
+
+    def _chat_logprobs(self, ids: list[int], logprobs: Any) -> list[Any]:
+        return chat_logprobs(self.tokenizer, ids, logprobs, self.body.top_logprobs or 0)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.generation, sum(answer.num_reasoning_tokens for answer in self.answers))
+
+    def _extras(self) -> dict[str, Any]:
+        """Fields beyond OpenAI's that the request asked for."""
+        extras: dict[str, Any] = {}
+        if (known := self.answers[0].prompt_logprobs) is not None and self.body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            extras["prompt_token_ids"] = self.generation.prompt_ids[0]
+        if self.body.return_metrics:
+            extras["metrics"] = self.generation.metrics()
+        return extras
+
+
+def offered_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> list[Tool] | None:
+    """The tools that the model is told of: none where it may call none.
+
+    Raises: ApiError for a choice that the tools do not allow.
+    """
+    if choice == "none" or (not tools and choice in (None, "auto")):
+        return None
+    if not tools:
+        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
+        raise ApiError(400, f"tool_choice: there is no tool {choice.function.name}", param="tool_choice.function.name")
+    return tools
+
+
+def answer_parser(
+    tokenizer: Tokenizer, prompt: ChatPrompt, tools: list[Tool] | None, skip_special_tokens: bool
+) -> ChatParser:
+    return ChatParser(
+        prompt.format,
+        thinking=prompt.thinking,
+        tools=[tool.model_dump(exclude_none=True) for tool in tools or []],
+        tokenizer=tokenizer,
+        skip_special_tokens=skip_special_tokens,
+    )
+
+
+def thinking_budget(tokenizer: Tokenizer, prompt: ChatPrompt, num_tokens: int | None) -> ThinkingBudget | None:
+    """Nothing to limit where the answer does not begin with a thought.
+
+    Raises: ApiError when the model's format has no thoughts.
+    """
+    if num_tokens is None:
+        return None
+    if not prompt.format.reasoning:
+        raise ApiError(400, "thinking_token_budget: this model does not think", param="thinking_token_budget")
+    end_ids = tokenizer.encode(f"\n{THOUGHT_END}\n", add_special_tokens=False)
+    return ThinkingBudget(num_tokens, tuple(end_ids)) if prompt.thinking else None
+
+
+def usage(generation: Generation, num_reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Of what has come so far."""
+    prompt, output = generation.num_prompt_tokens, generation.num_output_tokens
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+    }
+    if num_reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    return counts
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _stream_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _delta(delta: ChatDelta) -> dict[str, Any]:
+    if (call := delta.tool_call) is not None:
+        function = {"name": call.name} if call.name is not None else {}
+        part: dict[str, Any] = {"index": call.index, "function": {**function, "arguments": call.arguments}}
+        return {"tool_calls": [part | ({"id": call.id, "type": "function"} if call.id is not None else {})]}
+    if delta.reasoning:
+        return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+    return {"content": delta.content}

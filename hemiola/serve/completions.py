@@ -1,0 +1,242 @@
+"""/v1/completions: plain text, one prompt or many, with echo."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hemiola.config.sampling import SamplingParams
+from hemiola.engine.request import TokenLogprobs
+from hemiola.errors import HemiolaError
+from hemiola.serve.chat import usage
+from hemiola.serve.encoding import DONE, event
+from hemiola.serve.errors import ApiError, of_engine, of_request
+from hemiola.serve.loop import Finish, Update
+from hemiola.serve.parameters import sampling_params
+from hemiola.serve.responding import respond
+from hemiola.serve.schemas import CompletionRequest
+from hemiola.serve.service import Generation, Origin, Service
+from hemiola.serve.tokens import CompletionLogprobs, prompt_logprobs
+from hemiola.text.tokenizer import Tokenizer
+
+
+def completion_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        origin = Origin.of(request)
+        return await respond(request, origin, _Answering.start(service, body, origin), bool(body.stream))
+
+    return router
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice of one prompt. echo: the prompt's text, until it has been shown; None where it is not to be."""
+
+    prompt: int
+    echo: str | None
+    logprobs: CompletionLogprobs | None
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """One request under way. echo_only: max_tokens is 0; the engine's one token is not shown.
+
+    held: updates of a prompt's choices whose echo needs its log-probabilities, which come with its first choice.
+    """
+
+    body: CompletionRequest
+    tokenizer: Tokenizer | None
+    generation: Generation
+    choices: list[_Choice]
+    num_choices: int
+    echo_only: bool
+    head: dict[str, Any]
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    held: dict[int, list[Update]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    async def start(cls, service: Service, body: CompletionRequest, origin: Origin) -> _Answering:
+        prompts, echoes = await _prompts(service, body)
+        echo_only = body.max_tokens == 0 and bool(body.echo)
+        params = _params(body, 1 if echo_only else body.max_tokens)
+        generation = await service.generate(
+            prompts,
+            [params] * len(prompts),
+            origin=origin,
+            priority=body.priority or 0,
+            with_paths=bool(body.return_metrics),
+        )
+        choices = [
+            _Choice(prompt, echo, _logprobs(service, body, params, ids, echo))
+            for prompt, (ids, echo) in enumerate(zip(prompts, echoes, strict=True))
+            for _ in range(params.n)
+        ]
+        head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+        return cls(body, service.tokenizer, generation, choices, params.n, echo_only, head)
+
+    async def result(self) -> dict[str, Any]:
+        async for updates in self.generation:
+            for prompt, update in updates:
+                for ready in self._ready(prompt, update):
+                    self._add(prompt, ready)
+        choices = []
+        for index, choice in enumerate(self.choices):
+            shown = self._shown(index, choice.text, choice.ids, choice.parts)
+            if self.body.return_token_ids:
+                shown["prompt_token_ids"] = self.generation.prompt_ids[choice.prompt]
+            choices.append(shown)
+        return {**self.head, "choices": choices, "usage": self._usage(), **self._extras()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        options = self.body.stream_options
+        with_usage = bool(options and options.include_usage)
+        continuous = with_usage and bool(options and options.continuous_usage_stats)
+        async for updates in self.generation:
+            events = []
+            for prompt, update in updates:
+                for ready in self._ready(prompt, update):
+                    if (choice := self._add(prompt, ready)) is not None:
+                        counts = {"usage": self._usage() if continuous else None} if with_usage else {}
+                        events.append(event({**self.head, "choices": [choice], **counts}))
+            yield b"".join(events)
+        last = {"usage": self._usage()} if with_usage else {}
+        if extras := last | self._extras():
+            yield event({**self.head, "choices": [], **extras})
+        yield DONE
+
+    def _ready(self, prompt: int, update: Update) -> list[Update]:
+        """What can be shown now that this update is there."""
+        needs_prompt = bool(self.body.echo) and self.body.logprobs is not None
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs[prompt] = update.prompt_logprobs
+            return [update, *self.held.pop(prompt, [])]
+        if needs_prompt and prompt not in self.prompt_logprobs and not (update.finish and update.finish.error):
+            self.held[prompt].append(update)
+            return []
+        return [update]
+
+    def _add(self, prompt: int, update: Update) -> dict[str, Any] | None:
+        """Take an update; what to stream for it, if anything. Raises: ApiError when the engine gave this choice up."""
+        index = prompt * self.num_choices + update.index
+        choice = self.choices[index]
+        if update.finish is not None:
+            if update.finish.reason == "error":
+                raise of_engine(update.finish.error or "the request failed")
+            choice.finish = update.finish
+        text, ids, logprobs = ("", [], []) if self.echo_only else (update.text, update.token_ids, update.logprobs)
+        parts = []
+        if choice.echo is not None:
+            text = choice.echo + text
+            if choice.logprobs is not None:
+                parts.append(choice.logprobs.add(self.generation.prompt_ids[prompt], self.prompt_logprobs[prompt]))
+            choice.echo = None
+        if choice.logprobs is not None and ids:
+            parts.append(choice.logprobs.add(ids, logprobs))
+        choice.text += text
+        choice.ids += ids
+        choice.parts += parts
+        if not (text or parts or update.finish or (ids and self.body.return_token_ids)):
+            return None
+        return self._shown(index, text, ids, parts)
+
+    def _shown(self, index: int, text: str, ids: list[int], parts: list[dict[str, Any]]) -> dict[str, Any]:
+        choice = self.choices[index]
+        finish = choice.finish
+        shown: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": _joined(parts) if choice.logprobs is not None else None,
+            "finish_reason": None if finish is None else "length" if self.echo_only else finish.reason,
+            "stop_reason": None if finish is None or self.echo_only else finish.stop_reason,
+        }
+        if self.body.return_token_ids:
+            shown["token_ids"] = ids
+        known, wanted = self.prompt_logprobs.get(choice.prompt), self.body.prompt_logprobs
+        if finish is not None and known is not None and wanted is not None and self.tokenizer is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, wanted)
+        return shown
+
+    def _usage(self) -> dict[str, Any]:
+        counts = usage(self.generation)
+        return counts | ({"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]} if self.echo_only else {})
+
+    def _extras(self) -> dict[str, Any]:
+        return {"metrics": self.generation.metrics()} if self.body.return_metrics else {}
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[list[int]], list[str | None]]:
+    """Ids of every prompt, and what to echo of it. Raises: ApiError."""
+    given: list[str | list[int]]
+    if isinstance(body.prompt, str):
+        given = [body.prompt]
+    elif body.prompt and all(isinstance(item, int) for item in body.prompt):
+        given = [cast(list[int], body.prompt)]
+    else:
+        given = cast("list[str | list[int]]", body.prompt)
+    if not 0 < len(given) <= service.config.max_prompts:
+        raise ApiError(400, f"prompt: {len(given)} prompts, not 1 to {service.config.max_prompts}", param="prompt")
+
+    def encode() -> list[list[int]]:
+        special = body.add_special_tokens is not False
+        return [service.need_tokenizer().encode(p, special) if isinstance(p, str) else p for p in given]
+
+    try:
+        prompts = await asyncio.to_thread(encode)
+    except HemiolaError as error:
+        raise of_request(error) from error
+    for index, ids in enumerate(prompts):
+        where = "prompt" if isinstance(body.prompt, str) or len(given) == 1 else f"prompt[{index}]"
+        if not ids:
+            raise ApiError(400, f"{where}: no token", param=where)
+        for position, token in enumerate(ids):
+            if not 0 <= token < service.engine.vocab_size:
+                raise ApiError(400, f"{where}: no such token id {token}, at position {position}", param=where)
+    if not body.echo:
+        return prompts, [None] * len(prompts)
+    tokenizer = service.need_tokenizer()
+    return prompts, [p if isinstance(p, str) else tokenizer.decode(p, False) for p in given]
+
+
+def _params(body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        return replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    return params
+
+
+def _logprobs(
+    service: Service, body: CompletionRequest, params: SamplingParams, ids: list[int], echo: str | None
+) -> CompletionLogprobs | None:
+    if body.logprobs is None:
+        return None
+    tokenizer = service.need_tokenizer()
+    # Offsets count in the text that is shown: a prompt may have got special tokens that are not in its text.
+    shows_special = echo is not None and tokenizer.decode(ids, skip_special_tokens=False) == echo
+    return CompletionLogprobs(tokenizer, body.logprobs, params.skip_special_tokens and not shows_special)
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    keys = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {key: [entry for part in parts for entry in part[key]] for key in keys}

@@ -1,0 +1,296 @@
+"""EngineLoop: the thread that owns the front and its engine. Jobs go in through a queue; after each step, one call
+hands everything that the step brought to whoever listens.
+
+Nobody else touches the engine while the loop runs. What leaves the thread is immutable, or never written again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from hemiola.cache.prefix import PrefixMiss
+from hemiola.config.sampling import SamplingParams
+from hemiola.engine.request import FinishReason, RequestStatus, TokenLogprobs
+from hemiola.engine.stats import EngineStats
+from hemiola.errors import HemiolaError, RequestError
+from hemiola.front import Answer, Delta, Front
+from hemiola.ops import Path
+
+SNAPSHOT_SECONDS = 0.25  # how old the published figures may be while the engine is busy
+MAX_FAILED_STEPS = 2  # in a row; then what is open ends with the error
+THOUGHT_END = "</think>"
+
+# What a step can raise that another step may survive; the engine has forgotten all cached content then.
+_STEP_FAULTS = (
+    HemiolaError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """After num_tokens ids without an end of the thought, end_ids are said in the place of what is sampled."""
+
+    num_tokens: int
+    end_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One prompt for the engine. index: the listener's number for it.
+
+    receive: called by the listener with what the loop has for this job; the loop itself never calls it.
+    scheduled_s: time.monotonic() when the first step that computed something for it began; None before.
+    paths: with_paths, once it is finished: the engine's calls from its arrival to its end, whoever they were for.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    receive: Callable[[Job, Update | HemiolaError | None], None]
+    thinking_budget: ThinkingBudget | None = None
+    priority: int = 0
+    with_paths: bool = False
+    scheduled_s: float | None = field(default=None, init=False)
+    paths: dict[Path, int] | None = field(default=None, init=False)
+    answer: Answer | None = field(default=None, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a choice ended. reason: see FinishReason. error: what failed, when reason is "error"."""
+
+    reason: str
+    stop_reason: int | str | None
+    error: str | None
+    num_cached_tokens: int
+    prefix_miss: PrefixMiss | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step brought one choice. logprobs: one entry per token id, where they were asked for. prompt_logprobs:
+    come with the first token of a prompt's first choice, where they were asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    time_s: float
+    finish: Finish | None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine's figures at a moment. paths: calls since the start."""
+
+    stats: EngineStats
+    paths: dict[Path, int]
+
+
+Message = tuple[Job, Update | HemiolaError | None]  # None: taken up by the engine
+Command = Callable[[], None]
+
+
+class EngineLoop:
+    """deliver: called from the thread with the messages of one step, in order; it must not block.
+
+    snapshot: replaced, never changed; reading it from any thread is safe. num_failed_steps: since the start.
+    """
+
+    def __init__(self, front: Front, deliver: Callable[[list[Message]], None]) -> None:
+        self._front, self._deliver = front, deliver
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._jobs: dict[Answer, Job] = {}
+        self._outbox: list[Message] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self._failed_in_a_row = 0
+        self.num_failed_steps = 0
+        self.snapshot = self._take_snapshot()
+        self._snapshot_s = time.monotonic()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what is open, end the thread and wait for it."""
+        self.fail_all(RequestError("the server is shutting down"))
+        self._inbox.put(self._stop)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # From any thread
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue prompts, all or none; each receives None when all are taken up, or the first one's error."""
+        self._inbox.put(lambda: self._add(jobs))
+
+    def abort(self, jobs: Sequence[Job]) -> None:
+        """Withdraw jobs before the next step; they receive nothing more. Finished ones are left alone."""
+        self._inbox.put(lambda: self._withdraw(jobs))
+
+    def fail_all(self, error: HemiolaError) -> None:
+        """End every open job with an error before the next step."""
+        self._inbox.put(lambda: self._fail_all(error))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def healthy(self) -> bool:
+        """The thread lives, its steps come, and the last one did not fail."""
+        return self.is_alive and not self._failed_in_a_row and self._front.engine.healthy()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has taken up, those included that the engine has not seen yet."""
+        return len(self._front.engine.scheduler.waiting) + self._inbox.qsize()
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._read_inbox()
+                if self._front.has_unfinished and not self._stopping:
+                    self._step()
+                self._hand_over()
+        except BaseException as error:
+            self._fail_all(RequestError(f"the engine has stopped: {type(error).__name__}"))
+            self._hand_over()
+            raise
+
+    def _read_inbox(self) -> None:
+        """Obey what has come; when there is nothing else to do, wait for something to come."""
+        if not self._front.has_unfinished:
+            self._publish()
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _hand_over(self) -> None:
+        if self._outbox:
+            messages, self._outbox = self._outbox, []
+            self._deliver(messages)
+
+    def _add(self, jobs: Sequence[Job]) -> None:
+        answers: list[Answer] = []
+        try:
+            for job in jobs:
+                answers.append(self._front.add(job.prompt_ids, job.params, priority=job.priority))
+        except HemiolaError as error:
+            for answer in answers:
+                self._front.abort(answer)
+            self._outbox += [(job, error) for job in jobs]
+            return
+        for job, answer in zip(jobs, answers, strict=True):
+            job.answer = answer
+            self._jobs[answer] = job
+            if job.with_paths:
+                job.paths = {path: -count for path, count in self._calls().items()}
+        self._outbox += [(job, None) for job in jobs]
+
+    def _withdraw(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if job.answer is not None and self._jobs.get(job.answer) is job:
+                self._front.abort(job.answer)
+                del self._jobs[job.answer]
+
+    def _fail_all(self, error: HemiolaError) -> None:
+        for answer, job in list(self._jobs.items()):
+            self._front.abort(answer)
+            del self._jobs[answer]
+            self._outbox.append((job, error))
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _step(self) -> None:
+        started_s = time.monotonic()
+        try:
+            deltas = self._front.step()
+        except _STEP_FAULTS as error:
+            log.exception("a step failed")
+            self.num_failed_steps += 1
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= MAX_FAILED_STEPS:
+                self._fail_all(RequestError(f"the engine failed: {type(error).__name__}"))
+                self._publish()
+            return
+        self._failed_in_a_row = 0
+        now = time.monotonic()
+        for delta in deltas:
+            job = self._jobs[delta.answer]
+            if job.scheduled_s is None:
+                job.scheduled_s = started_s
+            if delta.new_ids or delta.choice.finished:
+                self._outbox.append((job, _update(delta, now)))
+                if job.thinking_budget is not None and not delta.choice.finished:
+                    _end_thought(delta, job.thinking_budget)
+        # After the loop: an answer's last choices may end in the same step.
+        for answer in {delta.answer for delta in deltas if delta.answer.finished}:
+            job = self._jobs.pop(answer)
+            if job.paths is not None:
+                job.paths = {path: count + job.paths.get(path, 0) for path, count in self._calls().items()}
+        if now - self._snapshot_s > SNAPSHOT_SECONDS:
+            self._publish()
+
+    def _publish(self) -> None:
+        self.snapshot = self._take_snapshot()
+        self._snapshot_s = time.monotonic()
+
+    def _take_snapshot(self) -> EngineSnapshot:
+        engine = self._front.engine
+        stats = engine.stats()
+        prefix = replace(stats.prefix, misses=dict(stats.prefix.misses), tokens_missed=dict(stats.prefix.tokens_missed))
+        stats = replace(
+            stats, prefix=prefix, preemptions=replace(stats.preemptions), snapshots=replace(stats.snapshots)
+        )
+        return EngineSnapshot(stats, self._calls())
+
+    def _calls(self) -> dict[Path, int]:
+        return self._front.engine.model.ops.snapshot()
+
+
+def _update(delta: Delta, now: float) -> Update:
+    request = delta.choice.request
+    has_logprobs = request.params.logprobs is not None and delta.new_ids
+    logprobs = request.logprobs[-len(delta.new_ids) :] if has_logprobs else []
+    finish = None
+    if request.status is RequestStatus.FINISHED:
+        assert request.finish_reason is not None, "finished without a reason"
+        finish = Finish(
+            request.finish_reason.value,
+            request.stop_reason,
+            str(request.error) if request.finish_reason is FinishReason.ERROR else None,
+            request.num_cached_tokens or 0,
+            request.prefix_miss,
+            request.num_preemptions,
+        )
+    is_first = len(request.output_ids) == len(delta.new_ids)
+    prompt_logprobs = request.prompt_logprobs if is_first and request.params.prompt_logprobs is not None else None
+    return Update(delta.choice.index, delta.text, delta.new_ids, logprobs, now, finish, prompt_logprobs)
+
+
+def _end_thought(delta: Delta, budget: ThinkingBudget) -> None:
+    """Force the end of a thought that is over its budget, once."""
+    request = delta.choice.request
+    if len(request.output_ids) == budget.num_tokens and THOUGHT_END not in delta.choice.text:
+        request.params = replace(request.params, forced_output_ids=(*request.output_ids, *budget.end_ids))

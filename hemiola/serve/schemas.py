@@ -1,0 +1,245 @@
+"""What clients may send: every field by name and type, nothing else. Ranges are the engine's to check (SamplingParams);
+a field that is null is as good as absent."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS = 64
+MAX_IDS = 1024  # in stop_token_ids or logit_bias
+
+
+def refused(why: str) -> BeforeValidator:
+    """A known field that this server does not take, unless it is null."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise PydanticCustomError("refused", "not supported: {why}", {"why": why})
+
+    return BeforeValidator(check)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# Messages
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class SystemMessage(Strict):
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Strict):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Strict):
+    """What the server sent before, given back; the fields that its answers leave null may come back as null."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Annotated[None, refused("text only")] = None
+    function_call: Annotated[None, refused("use tool_calls")] = None
+
+
+class ToolMessage(Strict):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+# Tools and formats
+
+
+class Function(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+# Requests
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Strict):
+    """Fields that mean a SamplingParams field of the same name, and what all generating endpoints share."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_IDS)
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_IDS)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    n: int | None = None
+
+
+class GenerationFields(SamplingFields):
+    """model: may be left out. priority: lower runs first. return_metrics: add the timing of this request and the paths
+    that the engine took meanwhile. return_token_ids: add the ids."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: int | None = None
+    return_metrics: bool | None = None
+    return_token_ids: bool | None = None
+    best_of: Annotated[None, refused("every choice is returned; use n")] = None
+
+
+class ThinkingFields(Strict):
+    """chat_template_kwargs: the template's own switches; an unknown one is an error. reasoning_effort: "none" turns
+    thinking off. thinking_token_budget: after so many tokens of thought, its end is forced."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+
+
+class ChatRequest(GenerationFields, ThinkingFields):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    functions: Annotated[None, refused("use tools")] = None
+    function_call: Annotated[None, refused("use tool_choice")] = None
+    audio: Annotated[None, refused("text only")] = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: Annotated[None, refused("predicted outputs")] = None
+    web_search_options: Annotated[None, refused("no hosted tools")] = None
+
+
+class CompletionRequest(GenerationFields):
+    """prompt: a text or token ids, or several of either. logprobs: alternatives per token."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    suffix: Annotated[None, refused("the model continues text, it does not fill in")] = None
+
+
+class TokenizeRequest(Strict):
+    """Either prompt, or messages with what shapes a chat prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[int]

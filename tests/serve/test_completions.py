@@ -1,0 +1,143 @@
+"""/v1/completions: prompts of all forms, echo with log-probabilities, and what may not reach the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hemiola import LLM, SamplingParams
+from tests.serve.conftest import Live
+
+PROMPT = "bada fu kan zi do re mi lo " * 4
+GREEDY = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+
+
+def texts(live: Live, **body: Any) -> dict[int, str]:
+    """A streamed answer's text by choice."""
+    shown: dict[int, str] = {}
+    for chunk in live.openai.completions.create(stream=True, **{"model": "test", **body}):
+        for choice in chunk.choices:
+            shown[choice.index] = shown.get(choice.index, "") + choice.text
+    return shown
+
+
+def test_many_prompts_of_either_form_as_one_request(text_server: Live) -> None:
+    create: Any = text_server.openai.completions.create
+    prompts = ["bada fu", "kan zi do"]
+    ids = [text_server.post("/tokenize", prompt=prompt).json()["tokens"] for prompt in prompts]
+    options: Any = {"model": "test", "max_tokens": 6, "n": 2, "temperature": 1.0, "seed": 2}
+    answer = create(prompt=prompts, **options, extra_body={"ignore_eos": True, "return_token_ids": True})
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 4
+    by_ids = create(prompt=ids, **options, extra_body={"ignore_eos": True})
+    assert [choice.text for choice in by_ids.choices] == [choice.text for choice in answer.choices]
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == sum(map(len, ids))
+    streamed = texts(text_server, prompt=prompts, extra_body={"ignore_eos": True}, **options)
+    assert [streamed[index] for index in range(4)] == [choice.text for choice in answer.choices]
+
+
+def test_answers_are_those_of_the_python_api(text_server: Live, text_folder: Any) -> None:
+    output = LLM(text_folder).generate(PROMPT, SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2))[0]
+    answer = text_server.post("/v1/completions", prompt=PROMPT, logprobs=2, **GREEDY).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == output.outputs[0].text
+    assert choice["token_ids"] == output.outputs[0].token_ids
+    assert output.outputs[0].logprobs is not None
+    expected = [dict(entries)[i] for i, entries in zip(choice["token_ids"], output.outputs[0].logprobs, strict=True)]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_with_logprobs_is_the_same_every_time(text_server: Live, max_tokens: int) -> None:
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "ignore_eos": True}
+    answers = [text_server.post("/v1/completions", **body).json() for _ in range(3)]
+    logprobs = [answer["choices"][0]["logprobs"] for answer in answers]
+    assert logprobs[0] == logprobs[1] == logprobs[2]
+    choice, first = answers[0]["choices"][0], logprobs[0]
+    count = answers[0]["usage"]["prompt_tokens"] + max_tokens
+    assert all(len(values) == count for values in first.values())
+    assert first["token_logprobs"][0] is None
+    assert first["top_logprobs"][0] is None
+    assert all(value <= 0 for value in first["token_logprobs"][1:])
+    assert choice["text"].startswith(PROMPT)
+    for token, offset in zip(first["tokens"], first["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token) or "bytes:" in token or not token
+    assert answers[0]["usage"]["completion_tokens"] == max_tokens
+    assert choice["finish_reason"] == "length"
+    stream = text_server.openai.completions.create(model="test", stream=True, **body_for_client(body))
+    parts = [chunk.choices[0] for chunk in stream]
+    assert "".join(part.text for part in parts) == choice["text"]
+    assert [t for part in parts if part.logprobs for t in part.logprobs.tokens or []] == first["tokens"]
+
+
+def body_for_client(body: dict[str, Any]) -> dict[str, Any]:
+    known = dict(body)
+    return known | {"extra_body": {"ignore_eos": known.pop("ignore_eos")}} if "ignore_eos" in known else known
+
+
+def test_echo_of_every_choice_waits_for_the_prompt(text_server: Live) -> None:
+    body = {"prompt": ["bada", "kan zi"], "echo": True, "logprobs": 1, "max_tokens": 3, "n": 2, "ignore_eos": True}
+    whole = text_server.post("/v1/completions", **body).json()["choices"]
+    assert [choice["text"][:4] for choice in whole] == ["bada", "bada", "kan ", "kan "]
+    assert all(choice["logprobs"]["token_logprobs"][0] is None for choice in whole)
+    shown = texts(text_server, **{k: v for k, v in body.items() if k != "ignore_eos"}, extra_body={"ignore_eos": True})
+    assert [shown[index] for index in range(4)] == [choice["text"] for choice in whole]
+
+
+def test_the_stop_text_is_in_neither_answer(scripted: Callable[..., Live]) -> None:
+    live = scripted({"do": "bada lo mi fu"}, plain=True)
+    for stop, text in ((["lo mi"], "bada "), (["o m", "lo mi f"], "bada l"), (["bada"], "")):
+        whole = live.post("/v1/completions", prompt="do", stop=stop).json()["choices"][0]
+        assert (whole["text"], whole["finish_reason"]) == (text, "stop")
+        assert texts(live, prompt="do", stop=stop)[0] == text
+    kept = live.post("/v1/completions", prompt="do", stop="lo mi", include_stop_str_in_output=True).json()
+    assert kept["choices"][0]["text"] == "bada lo mi"
+
+
+@pytest.mark.parametrize(
+    ("bias", "param"),
+    [
+        ({"-1": 1}, "logit_bias['-1']"),
+        ({"576": 1}, "logit_bias[576]"),
+        ({str(2**31): 1}, f"logit_bias[{2**31}]"),
+        ({"abc": 1}, "logit_bias['abc']"),
+        ({"5": 1e9}, "logit_bias['5']"),
+        ({"5": float("nan")}, "logit_bias.5"),
+    ],
+)
+def test_bad_biases_are_the_clients_error(text_server: Live, bias: dict[str, float], param: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "logit_bias": bias})
+    answer = text_server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    for good in ("575", "520"):  # the last row of the logits, and one between tokenizer and logits
+        assert text_server.post("/v1/completions", prompt=PROMPT, logit_bias={good: 1}, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["bada", ""], [[16, 17], []], [576], [-1], [[16, 2**40]]])
+def test_prompts_that_hold_nothing_or_no_token_are_refused(text_server: Live, prompt: Any) -> None:
+    answer = text_server.post("/v1/completions", prompt=prompt)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("prompt")
+    text_server.settle()
+
+
+def test_no_tokens_are_refused_without_echo(text_server: Live) -> None:
+    for path, body in (("/v1/completions", {"prompt": "bada"}), ("/v1/chat/completions", {"messages": []})):
+        answer = text_server.post(path, **body, max_tokens=0)
+        assert answer.status_code == 400
+    answer = text_server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=0)
+    assert answer.json()["error"]["param"] == "max_tokens"
+
+
+def test_what_is_not_supported_says_so(text_server: Live) -> None:
+    for field, value in (("suffix", "end"), ("best_of", 2)):
+        answer = text_server.post("/v1/completions", prompt="bada", **{field: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+        assert "not supported" in answer.json()["error"]["message"]
+    assert text_server.post("/v1/completions", prompt="bada", max_tokens=1, suffix=None).status_code == 200

@@ -1,0 +1,187 @@
+"""EngineLoop alone: what goes in from other threads, and what comes out, step by step."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hemiola.config.sampling import SamplingParams
+from hemiola.engine.request import FinishReason
+from hemiola.errors import CapacityError, HemiolaError, RequestError
+from hemiola.front import Front
+from hemiola.serve.loop import EngineLoop, Job, Message, ThinkingBudget, Update
+from hemiola.text.tokenizer import Tokenizer
+from tests.support.scripted_model import scripted_front
+
+LONG = [100, *([101] * 150)]
+
+
+class Running:
+    """A loop and what it delivers."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.batches: queue.Queue[list[Message]] = queue.Queue()
+        self.loop = EngineLoop(front, self.batches.put)
+
+    def job(self, prompt_ids: list[int], budget: ThinkingBudget | None = None, **params: Any) -> Job:
+        return Job(0, prompt_ids, SamplingParams(**params), lambda job, message: None, budget)
+
+    def collect(self, job: Job) -> list[Update | HemiolaError | None]:
+        """Everything for one job up to its end."""
+        got: list[Update | HemiolaError | None] = []
+        while True:
+            for owner, message in self.batches.get(timeout=10):
+                if owner is job:
+                    got.append(message)
+                    if isinstance(message, HemiolaError) or (message is not None and message.finish is not None):
+                        return got
+
+
+@pytest.fixture
+def run(text_tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
+    loops: list[EngineLoop] = []
+
+    def start(scripts: Any, **settings: Any) -> Running:
+        running = Running(scripted_front(scripts, text_tokenizer, **settings))
+        loops.append(running.loop)
+        running.loop.start()
+        return running
+
+    yield start
+    for loop in loops:
+        loop.stop()
+        assert not loop.is_alive
+
+
+def updates(messages: list[Update | HemiolaError | None]) -> list[Update]:
+    return [message for message in messages if isinstance(message, Update)]
+
+
+def test_updates_come_token_by_token_and_end(run: Callable[..., Running]) -> None:
+    running = run({(20, 21): [100, 101, 11]})
+    job = running.job([20, 21], max_tokens=9, logprobs=0)
+    running.loop.submit([job])
+    taken_up, *rest = running.collect(job)
+    assert taken_up is None
+    assert [update.token_ids for update in updates(rest)] == [[100], [101], [11]]
+    assert [[entry[0][0] for entry in update.logprobs] for update in updates(rest)] == [[100], [101], [11]]
+    finish = updates(rest)[-1].finish
+    assert finish is not None
+    assert finish.reason == FinishReason.STOP.value
+    assert job.scheduled_s is not None
+
+
+def test_all_or_none_of_the_jobs_are_taken(run: Callable[..., Running]) -> None:
+    running = run({(20,): [100, 11]}, max_model_len=16)
+    good, bad = running.job([20], max_tokens=4), running.job([20], max_tokens=400)
+    running.loop.submit([good, bad])
+    assert isinstance(running.collect(good)[0], CapacityError)
+    assert not running.front.engine.has_unfinished
+    again = running.job([20], max_tokens=4)
+    running.loop.submit([again])
+    assert len(updates(running.collect(again))) == 2
+
+
+def test_an_abort_frees_before_the_next_step(run: Callable[..., Running]) -> None:
+    running = run({(20,): LONG})
+    job = running.job([20], max_tokens=140)
+    running.loop.submit([job])
+    running.batches.get(timeout=10)
+    running.loop.abort([job])
+    running.loop.abort([job])
+    other = running.job([20], max_tokens=2)
+    running.loop.submit([other])
+    running.collect(other)
+    engine = running.front.engine
+    assert not engine.has_unfinished
+    engine.check_integrity()
+    seen = engine.stats().num_decode_tokens
+    assert seen < 100, "the aborted request went on"
+
+
+def test_a_failed_step_is_tried_again_and_two_end_the_requests(
+    run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = run({(20,): [100, 101, 11]})
+    forward, failures = running.front.engine.model.forward, [1]
+
+    def failing(*arguments: Any) -> Any:
+        if failures[0] > 0:
+            failures[0] -= 1
+            raise RuntimeError("broken")
+        return forward(*arguments)
+
+    monkeypatch.setattr(running.front.engine.model, "forward", failing)
+    job = running.job([20], max_tokens=9)
+    running.loop.submit([job])
+    assert [update.token_ids for update in updates(running.collect(job))] == [[100], [101], [11]]
+    assert running.loop.healthy
+    assert running.loop.num_failed_steps == 1
+    failures[0] = 2
+    job = running.job([20], max_tokens=9)
+    running.loop.submit([job])
+    assert isinstance(running.collect(job)[-1], RequestError)
+    assert not running.loop.healthy
+    job = running.job([20], max_tokens=9)
+    running.loop.submit([job])
+    assert len(updates(running.collect(job))) == 3
+    assert running.loop.healthy
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_no_step_may_raise_ends_the_thread_and_every_request(
+    run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = run({(20,): [100, 11]})
+
+    def ends(*arguments: Any) -> Any:
+        raise SystemError("out of nowhere")
+
+    monkeypatch.setattr(running.front.engine.model, "forward", ends)
+    job = running.job([20], max_tokens=9)
+    running.loop.submit([job])
+    assert isinstance(running.collect(job)[-1], RequestError)
+    running.loop._thread.join(10)
+    assert not running.loop.is_alive
+    assert not running.loop.healthy
+
+
+def test_a_thought_over_its_budget_is_ended(run: Callable[..., Running], text_tokenizer: Tokenizer) -> None:
+    end = text_tokenizer.encode("\n</think>\n")
+    said = [100, 101, *end, 102, 11]
+    # The scripted model goes on from what it is made to say, and has more to say where it is not.
+    running = run({(20,): said, (21,): [100, 13, 102, 103, 104, 11]})
+    job = running.job([20], ThinkingBudget(2, tuple(end)), max_tokens=20)
+    running.loop.submit([job])
+    ids = [token for update in updates(running.collect(job)) for token in update.token_ids]
+    assert ids == said
+    job = running.job([21], ThinkingBudget(3, tuple(end)), max_tokens=20)
+    running.loop.submit([job])
+    ids = [token for update in updates(running.collect(job)) for token in update.token_ids]
+    assert ids == [100, 13, 102, 103, 104, 11], "a thought that has ended is left alone"
+
+
+def test_the_budget_forces_what_would_not_be_said(run: Callable[..., Running], text_tokenizer: Tokenizer) -> None:
+    end = tuple(text_tokenizer.encode("\n</think>\n"))
+    running = run({(20,): [100, 101, 102, 103, 104, 105, 106, 107, 108]})
+    job = running.job([20], ThinkingBudget(2, end), max_tokens=2 + len(end))
+    running.loop.submit([job])
+    ids = [token for update in updates(running.collect(job)) for token in update.token_ids]
+    assert ids == [100, 101, *end]
+
+
+def test_figures_are_there_when_it_is_idle(run: Callable[..., Running]) -> None:
+    running = run({(20,): [100, 11]})
+    job = running.job([20], max_tokens=9)
+    job.with_paths = True
+    running.loop.submit([job])
+    running.collect(job)
+    running.loop.stop()
+    stats = running.loop.snapshot.stats
+    assert (stats.num_running, stats.prefix.prompts, stats.slots_free) == (0, 1, stats.slots_total)
+    assert job.paths is not None
+    assert sum(job.paths.values()) == sum(running.loop.snapshot.paths.values()) > 0
