@@ -1,4 +1,4 @@
-"""The command line: `hemiola generate`, `inspect`, `quantize`, `simulate`; one file per command.
+"""The command line: `hemiola generate`, `inspect`, `quantize`, `bench`, `simulate`; one file per command.
 
 Commands import torch and the engine only when they run, so that `hemiola --help` answers at once.
 """
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from hemiola import __version__
+from hemiola.cli.bench import bench
 from hemiola.cli.ending import Commands
 from hemiola.cli.generate import generate
 from hemiola.cli.inspect import inspect
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(inspect)
 app.command()(quantize)
+app.command()(bench)
 app.command()(simulate)
 
 

@@ -1,0 +1,245 @@
+"""One benchmark run: start, cells, what the GPU did meanwhile, and the document that holds it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from hemiola.bench.cells import STANDARD_CELLS, Cell, Driver, measure
+from hemiola.bench.machine import COPY_BYTES, BusyWindow, Nvml, copy_bandwidth, versions
+from hemiola.bench.start import Started, start
+from hemiola.bench.trace import trace
+from hemiola.bench.traffic import decode_traffic, distinct_experts
+from hemiola.config.engine import EngineConfig
+from hemiola.config.model import LayerKind
+from hemiola.inspect import kv_bytes_per_token, state_bytes_per_request
+from hemiola.loading import open_manifest
+from hemiola.synthetic import geometry
+
+WINDOW_S = 2.0  # of decode steps that NVML watches, about
+WINDOW_STEPS = 1024  # at most
+TRACE_STEPS = 16
+ROUTED_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """model: a checkpoint, None for the shipped one; synthetic wins where it is given. settings: more fields of
+    EngineConfig. kernels: trace the kernels of each decode cell."""
+
+    model: str | None = None
+    synthetic: str | None = None
+    cells: tuple[Cell, ...] = STANDARD_CELLS
+    repeats: int = 3
+    kernels: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def run_bench(
+    options: BenchOptions, imports_s: float | None = None, progress: Callable[[str], None] = lambda what: None
+) -> dict[str, Any]:
+    """The document of one run. imports_s: what the process needed before. progress: called with what comes next.
+
+    Raises: ConfigError, CheckpointError, CapacityError, UnsupportedPath.
+    """
+    begin = time.perf_counter()
+    progress("start")
+    config = engine_config(options)
+    started = start(options.model, options.synthetic, config)
+    driver = Driver(started.engine, started.synchronize)
+    progress("first token")
+    first_s, _ = driver.run(driver.prompts(1, min(cell.prompt_tokens for cell in options.cells)), 2)
+    phases = {**({} if imports_s is None else {"imports": imports_s}), **started.phases, "first_tokens": first_s}
+    nvml = Nvml(started.device)
+    on_gpu = started.device.type == "cuda"
+    progress("copy bandwidth")
+    copies = copy_bandwidth(started.device, COPY_BYTES if on_gpu else 1 << 26)
+    cells = []
+    for cell in options.cells:
+        progress(cell.name)
+        row = measure(driver, cell, options.repeats)
+        if cell.kind == "decode":
+            row |= _roofline(started, cell, row["ms_per_step"], copies["bytes_per_s"])
+            row["nvml"] = _watch(driver, cell, row["ms_per_step"], nvml)
+            if options.kernels and on_gpu:
+                row["trace"] = _trace(driver, cell)
+        cells.append(row)
+    return {
+        "benchmark": "bench",
+        "model": started.name,
+        "synthetic": started.is_synthetic,
+        "paths": paths(started),
+        "routing": routing(driver),
+        "start_s": {**phases, "together": sum(phases.values())},
+        "memory": _memory(started),
+        "copy": copies,
+        "cells": cells,
+        "conditions": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": _device(started, nvml),
+            "versions": versions(),
+            "settings": {name: getattr(config, name) for name in _SHOWN},
+            "dtype": str(started.engine.model.dtype).removeprefix("torch."),
+            "cuda_graphs": started.engine.runner.uses_graphs,
+            "repeats": options.repeats,
+            "method": "decode: difference of two runs that differ in output length, median; prefill: arrival to first "
+            "id, median; greedy, past the end of text, prompts of random ids, no prefix is reused",
+            "notes": list(started.engine.notes),
+            "seconds": time.perf_counter() - begin,
+        },
+    }
+
+
+_SHOWN = (
+    "arms", "strict", "invariant", "device", "kv_cache_dtype", "block_size", "max_num_batched_tokens", "max_num_seqs",
+    "max_model_len", "cache_bytes", "overlap",
+)  # fmt: skip
+
+
+def engine_config(options: BenchOptions) -> EngineConfig:
+    """Settings for the largest cell: all of a cell's requests run at once, and no prompt is found in a cache."""
+    model = geometry(options.synthetic).config if options.synthetic else open_manifest(options.model)[1]
+    batch = max(cell.batch for cell in options.cells)
+    block = EngineConfig().block_size
+    longest = max(max(cell.max_tokens, _window_tokens(cell)) for cell in options.cells) + 1
+    longest = min(longest, model.max_position_embeddings)
+    tokens = max(
+        cell.batch * (min(max(cell.max_tokens, _window_tokens(cell)), longest) + block) for cell in options.cells
+    )
+    states = batch * state_bytes_per_request(model)
+    caches = states + tokens * kv_bytes_per_token(model, 4) + (1 << 20)
+    chosen = {
+        "max_num_seqs": batch,
+        "max_model_len": longest,
+        "max_num_batched_tokens": min(16384, max(cell.batch * cell.prompt_tokens for cell in options.cells) + batch),
+        "cache_bytes": max(caches, 2 * states),  # states take half of the budget at most
+        "prefix_caching": False,
+        "snapshot_bytes": 0,
+        "swap_bytes": 0,
+        "kv_cache_dtype": "model",
+    }
+    return EngineConfig(**{**chosen, **options.settings})
+
+
+def _window_tokens(cell: Cell) -> int:
+    """Room for the window that NVML watches; after long prompts it is as long as the measurement."""
+    return (
+        cell.prompt_tokens + WINDOW_STEPS if cell.kind == "decode" and cell.prompt_tokens <= 1024 else cell.max_tokens
+    )
+
+
+def paths(started: Started) -> dict[str, Any]:
+    """Which variant each op took so far, and what the reference arm did of it."""
+    counts = started.engine.model.ops.snapshot()
+    on_reference = sum(calls for path, calls in counts.items() if path.arm == "reference")
+    verdict = f"{on_reference} of {sum(counts.values())} calls ran on the reference arm: this measures no device arm"
+    return {
+        "reference_calls": on_reference,
+        "verdict": verdict if on_reference else "no call ran on the reference arm",
+        "calls": [{**path._asdict(), "calls": calls} for path, calls in sorted(counts.items())],
+    }
+
+
+def routing(driver: Driver, num_tokens: int = ROUTED_TOKENS) -> dict[str, Any] | None:
+    """How a prompt's tokens spread over the experts of each layer; None for a model without experts."""
+    model, ops = driver.engine.model, driver.engine.model.ops
+    if not model.config.num_experts:
+        return None
+    op = "moe_route"
+    route, chosen = getattr(ops, op), []
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        ids, weights = route(*args, **kwargs)
+        chosen.append(ids.flatten())
+        return ids, weights
+
+    setattr(ops, op, recording)
+    try:
+        driver.run(driver.prompts(1, num_tokens), 1)
+    finally:
+        setattr(ops, op, route)
+    layers = chosen[: model.config.count(LayerKind.MOE)]
+    counts = [torch.bincount(ids.cpu().long(), minlength=model.config.num_experts) for ids in layers]
+    return {
+        "tokens": num_tokens,
+        "distinct_experts": [int((count > 0).sum()) for count in counts],
+        "distinct_experts_expected": distinct_experts(model.config, num_tokens),
+        "largest_share": max(float(count.max() / count.sum()) for count in counts),
+    }
+
+
+def _roofline(started: Started, cell: Cell, ms_per_step: float, bytes_per_s: float) -> dict[str, Any]:
+    config, plan = started.config, started.engine.plan
+    context = cell.prompt_tokens + cell.max_output // 2
+    kv_bytes = plan.block_bytes // plan.block_size
+    traffic = decode_traffic(started.manifest, config, cell.batch, context, plan.slot_bytes, kv_bytes)
+    rate = traffic.total / (ms_per_step / 1000)
+    return {
+        "bytes_per_step": traffic.as_dict(),
+        "distinct_experts_expected": distinct_experts(config, cell.batch),
+        "bytes_per_s": rate,
+        "fraction_of_copy": rate / bytes_per_s,
+        "floor_ms": 1000 * traffic.total / bytes_per_s,
+    }
+
+
+def _watch(driver: Driver, cell: Cell, ms_per_step: float, nvml: Nvml) -> dict[str, Any]:
+    if nvml.problem is not None:
+        return {"busy": None, "why": nvml.problem}
+    steps = min(int(1000 * WINDOW_S / ms_per_step), _window_tokens(cell) - cell.prompt_tokens - 4)
+    requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), steps + 3)
+    with BusyWindow(nvml) as window:
+        while driver.engine.has_unfinished:
+            driver.engine.step()
+        driver.synchronize()
+    driver.withdraw(requests)
+    return {**window.result(), "steps": steps}
+
+
+def _trace(driver: Driver, cell: Cell) -> dict[str, Any]:
+    requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), min(cell.max_output, TRACE_STEPS + 8))
+    result = trace(driver.engine.step, min(TRACE_STEPS, cell.max_output - 4), driver.synchronize)
+    driver.withdraw(requests)
+    return result
+
+
+def _memory(started: Started) -> dict[str, Any]:
+    engine, ops = started.engine, started.engine.model.ops
+    document: dict[str, Any] = {
+        "rows": {row.name: row.num_bytes for row in engine.memory.rows},
+        "weights_stored": sum(module.resident_bytes for module in started.manifest.modules),
+        "weights_resident": ops.resident.resident_bytes if ops.resident is not None else None,
+        "uploaded": ops.resident.uploaded_bytes if ops.resident is not None else None,
+        "caches": engine.plan.total_bytes,
+        "graphs": engine.runner.graph_bytes,
+        "graph_capture_s": engine.runner.capture_seconds,
+    }
+    if started.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(started.device)
+        document |= {
+            "allocated": torch.cuda.memory_allocated(started.device),
+            "peak_allocated": torch.cuda.max_memory_allocated(started.device),
+            "reserved": torch.cuda.memory_reserved(started.device),
+            "device_used": total - free,
+            "device_total": total,
+        }
+    return document
+
+
+def _device(started: Started, nvml: Nvml) -> dict[str, Any]:
+    if started.device.type != "cuda":
+        return {"type": "cpu", "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(started.device)
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        **nvml.describe(),
+    }

@@ -1,0 +1,48 @@
+"""What the GPU ran in a few decode steps, from the kernels' own timestamps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def trace(step: Callable[[], object], steps: int, synchronize: Callable[[], None]) -> dict[str, Any]:
+    """busy: the part of the time from the first kernel's start to the last one's end in which any kernel ran. Kernels
+    by time, each with its microseconds and launches per step; tracing itself slows the host."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        synchronize()
+    spans = []
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events() or ():
+        if str(event.device_type).endswith("CUDA"):
+            spans.append((event.time_range.start, event.time_range.end))
+            by_name[event.name].append(event.time_range.end - event.time_range.start)
+    if not spans:
+        return {"busy": None, "why": "the profiler saw no kernel"}
+    window, running = covered(spans)
+    kernels = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    return {
+        "busy": running / window,
+        "window_us": window,
+        "steps": steps,
+        "launches_per_step": len(spans) / steps,
+        "kernels": [
+            {"name": name, "us_per_step": sum(times) / steps, "launches_per_step": len(times) / steps}
+            for name, times in kernels
+        ],
+    }
+
+
+def covered(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    """Length from the first start to the last end, and of the union of the spans, which may overlap."""
+    spans = sorted(spans)
+    running, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        running += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return reached - spans[0][0], running

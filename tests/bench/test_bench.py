@@ -1,0 +1,179 @@
+"""`hemiola bench` on the CPU, end to end with the reference arm, and the arithmetic of its figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hemiola.bench import Cell, cell
+from hemiola.bench.machine import BusyWindow, Nvml, copy_bandwidth
+from hemiola.bench.run import BenchOptions, engine_config
+from hemiola.bench.trace import covered
+from hemiola.bench.traffic import decode_traffic, distinct_experts
+from hemiola.cli import app
+from hemiola.errors import ConfigError
+from hemiola.simulate.geometry import Geometry
+from hemiola.synthetic import geometry, open_synthetic
+
+SMALL = [
+    "--batch",
+    "1x24",
+    "--batch",
+    "3x8",
+    "--prefill",
+    "2x40",
+    "--steps",
+    "3",
+    "--repeats",
+    "2",
+    "--arms",
+    "reference",
+]
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return run("--synthetic", "lightning-30b-tiny", *SMALL)
+
+
+def test_every_cell_is_measured(document: dict[str, Any]) -> None:
+    assert [row["cell"] for row in document["cells"]] == ["decode 1 x 24", "decode 3 x 8", "prefill 2 x 40"]
+    for row in document["cells"][:2]:
+        assert row["output_tokens"] == [16, 19]
+        assert len(row["samples_ms"]) == 2
+        assert row["tokens_per_s"] == pytest.approx(1000 * row["batch"] / row["ms_per_step"])
+        assert row["fraction_of_copy"] == pytest.approx(row["bytes_per_s"] / document["copy"]["bytes_per_s"])
+    assert document["cells"][2]["tokens_per_s"] == pytest.approx(80 / document["cells"][2]["seconds"])
+
+
+def test_a_run_without_a_gpu_says_that_it_measures_no_device(document: dict[str, Any]) -> None:
+    calls = document["paths"]["calls"]
+    assert {row["arm"] for row in calls} == {"reference"}
+    assert document["paths"]["reference_calls"] == sum(row["calls"] for row in calls) > 0
+    assert "no device arm" in document["paths"]["verdict"]
+    assert document["conditions"]["device"]["type"] == "cpu"
+    assert document["cells"][0]["nvml"] == {"busy": None, "why": "no GPU"}
+    assert document["synthetic"] is True
+
+
+def test_start_and_memory_are_told_by_part(document: dict[str, Any]) -> None:
+    parts = {name: value for name, value in document["start_s"].items() if name != "together"}
+    assert set(parts) >= {"imports", "ops", "headers", "model", "weights", "engine", "first_tokens"}
+    assert document["start_s"]["together"] == pytest.approx(sum(parts.values()))
+    stored = sum(module.resident_bytes for module in open_synthetic("lightning-30b-tiny").modules)
+    assert document["memory"]["weights_stored"] == document["memory"]["rows"]["weights"] == stored
+    assert document["memory"]["caches"] > 0
+
+
+def test_the_conditions_name_what_ran(document: dict[str, Any]) -> None:
+    conditions = document["conditions"]
+    assert torch.__version__.startswith(conditions["versions"]["torch"].partition("+")[0])
+    assert conditions["versions"]["commit"]
+    assert (conditions["repeats"], conditions["dtype"], conditions["settings"]["kv_cache_dtype"]) == (
+        2,
+        "bfloat16",
+        "model",
+    )
+
+
+def test_routing_is_reported_beside_its_expectation(document: dict[str, Any]) -> None:
+    routing = document["routing"]
+    assert len(routing["distinct_experts"]) == 5
+    assert all(0 < count <= 16 for count in routing["distinct_experts"])
+    assert 15 < routing["distinct_experts_expected"] <= 16
+    assert routing["largest_share"] < 0.5
+
+
+def test_a_checkpoint_is_measured_too_and_the_document_goes_where_it_is_sent(tmp_path: Path, tiny_folder: Any) -> None:
+    file = tmp_path / "bench.json"
+    arguments = [
+        "--model",
+        str(tiny_folder("M*-")),
+        "--batch",
+        "2x8",
+        "--steps",
+        "2",
+        "--repeats",
+        "1",
+        "--json",
+        str(file),
+    ]
+    result = CliRunner().invoke(app, ["bench", *arguments, "--arms", "reference"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    document = json.loads(file.read_text())
+    assert document["synthetic"] is False
+    assert document["routing"] is None
+    assert "decode 2 x 8" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "0", "8x", "x8", "8x0", "a"])
+def test_what_is_no_cell_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="BATCHxTOKENS"):
+        cell("decode", text)
+
+
+def test_cells_read_as_they_are_written() -> None:
+    assert cell("decode", "8") == Cell("decode", 8, 128, 128)
+    assert cell("decode", "1x1000", 5) == Cell("decode", 1, 1000, 5)
+    assert cell("prefill", "16x1024").max_tokens == 1025
+
+
+def test_the_caches_hold_the_largest_cell_at_once() -> None:
+    cells = (cell("decode", "256"), cell("decode", "32x8192"))
+    config = engine_config(BenchOptions(None, "lightning-30b", cells))
+    plan = Geometry("lightning", geometry("lightning-30b").config, 2, 2).plan(config)
+    assert plan.num_slots == 256
+    assert plan.num_blocks * plan.block_size >= max(c.batch * c.max_tokens for c in cells)
+    assert not config.prefix_caching
+
+
+def test_bytes_of_a_step_are_those_of_the_published_accounting() -> None:
+    manifest = open_synthetic("lightning-30b")
+    config = manifest.geometry.config
+    traffic = decode_traffic(manifest, config, 1, 0, 49_082_368, 6144)
+    # 2.534 GB: experts 0.775, all else but states 1.661, states 0.098; without keys and values.
+    assert traffic.experts == pytest.approx(774_531_072, abs=8)
+    assert traffic.states == 98_164_736
+    assert traffic.total - traffic.kv == pytest.approx(2.534e9, rel=1e-3)
+    assert traffic.kv == 6144
+    assert distinct_experts(config, 64) == pytest.approx(122.1, abs=0.05)
+    grown = [decode_traffic(manifest, config, batch, 100, 49_082_368, 6144).total for batch in (1, 8, 64, 256)]
+    assert all(small < large for small, large in pairwise(grown))
+
+
+def test_time_covered_by_overlapping_kernels_is_counted_once() -> None:
+    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (6.0, 6.5)]) == (7.0, 5.0)
+
+
+def test_copying_is_measured_in_bytes_read_and_written() -> None:
+    copies = copy_bandwidth(torch.device("cpu"), 1 << 20, repeats=3)
+    assert copies["bytes_per_s"] == max(copies["all"].values()) > 1e8
+
+
+def test_a_busy_window_reports_what_it_sampled() -> None:
+    readings = iter([(40, 1980, 300.0), (60, 1900, 500.0)] * 100)
+    with BusyWindow(SimpleNamespace(problem=None, sample=lambda: next(readings))) as window:
+        time.sleep(0.4)
+    result = window.result()
+    assert result["samples"] >= 2
+    assert 0.4 <= result["busy"] <= 0.6
+    assert (result["busy_min"], result["sm_clock_mhz"]) == (0.4, [1900, 1980])
+    with BusyWindow(Nvml(torch.device("cpu"))) as window:
+        pass
+    assert window.result() == {"busy": None, "why": "no GPU"}
