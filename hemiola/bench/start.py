@@ -67,8 +67,8 @@ def start(model: str | None, synthetic: str | None, config: EngineConfig) -> Sta
         if ops.resident is not None:
 
             def forget(done: int) -> None:
-                """What was drawn is in the way of the next layer's, unless an op reads it as it is."""
-                if drawn is not None and "reference" not in ops.policy.values():
+                """What was drawn for a layer is in the way of the next one's."""
+                if drawn is not None:
                     drawn.forget()
 
             nemotron_h.warm(forget)

@@ -44,10 +44,7 @@ def open_synthetic(name: str, device: torch.device | str = "cpu", seed: int = 0)
 
 
 class DrawnWeight(Weight):
-    """A Weight whose tensors are drawn when they are first read, and can be forgotten when a form of them is kept.
-
-    After `forget`, `data` and `block_scale` are on the meta device: they still say shape and dtype.
-    """
+    """A Weight whose tensors are drawn when they are first read, and again when they are read after `forget`."""
 
     __slots__ = ("_draw", "_tensors")
     _draw: Callable[[], tuple[Tensor, Tensor | None]]
@@ -87,9 +84,8 @@ class DrawnWeight(Weight):
         return stored_bytes(self.shape, self.scheme, self.data.itemsize)
 
     def forget(self) -> None:
-        if self._tensors is not None:
-            meta = tuple(None if tensor is None else tensor.to("meta") for tensor in self._tensors)
-            object.__setattr__(self, "_tensors", meta)
+        """Give back the tensors, when a form of them is kept elsewhere."""
+        object.__setattr__(self, "_tensors", None)
 
 
 def stored_bytes(shape: tuple[int, ...], scheme: Scheme, item_bytes: int) -> int:
