@@ -13,7 +13,6 @@ the median of them.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,8 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from hemiola import LLM, SamplingParams, __version__
+from benchmarks.machine import conditions
+from hemiola import LLM, SamplingParams
 from hemiola.errors import CheckpointError
 from hemiola.loading import shipped_model
 from tests.support import oracle
@@ -165,26 +165,11 @@ def shipped() -> list[dict[str, Any]]:
     return [measure_shipped("auto"), measure_shipped("float32")]
 
 
-def conditions() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cpus": len(names) or None,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "hemiola": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "repeats": REPEATS,
-    }
-
-
 def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     document: dict[str, Any] = {"benchmark": "cpu", "conditions": conditions()}
+    document["conditions"] |= {"transformers": transformers.__version__, "repeats": REPEATS}
     document["comparison"] = [compare_all("tiny", _TINY), compare_all("small", _SMALL)]
     document["shipped"] = shipped()
     Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table(document))

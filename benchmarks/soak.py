@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import conditions
 from hemiola import LLM, SamplingParams
 from hemiola.front import Answer, Front
 
@@ -109,7 +110,9 @@ def soak(model: str | None, minutes: float, seed: int, dtype: str = "auto", long
     traffic = Traffic(llm.front, longest, seed)
     start = last = time.monotonic()
     memory: list[tuple[float, float]] = []
-    per_minute, tokens, minute, checks = [], 0, 1, 0
+    tokens_per_minute: list[int] = []
+    mib_per_minute: list[float] = []
+    tokens, minute, checks = 0, 1, 0
     while (now := time.monotonic()) - start < minutes * 60:
         tokens += traffic.step()
         if now - last > 1:
@@ -119,18 +122,23 @@ def soak(model: str | None, minutes: float, seed: int, dtype: str = "auto", long
             memory.append(((now - start) / 60, resident_bytes()))
             checks, last = checks + 1, now
         if now - start > minute * 60:
-            per_minute.append(tokens)
-            print(f"minute {minute}: {tokens} tokens, {resident_bytes() / 2**20:.1f} MiB", file=sys.stderr)
+            tokens_per_minute.append(tokens)
+            mib_per_minute.append(round(resident_bytes() / 2**20, 2))
+            print(f"minute {minute}: {tokens} tokens, {mib_per_minute[-1]} MiB", file=sys.stderr, flush=True)
             tokens, minute = 0, minute + 1
     for answer in traffic.open:
         llm.front.abort(answer)
+    llm.front.step()  # host copies of aborted requests go with the next step
     engine.check_integrity()
     scheduler = engine.scheduler
     return {
+        "benchmark": "soak",
+        "conditions": conditions() | {"dtype": str(engine.model.dtype), "seed": seed},
         "minutes": minutes,
-        "resident_mib_first_and_last": [memory[0][1] / 2**20, memory[-1][1] / 2**20] if memory else [],
+        "resident_mib_per_minute": mib_per_minute,
         "resident_slope_mib_per_minute": slope(memory[len(memory) // 2 :]) / 2**20,
-        "output_tokens_per_minute": per_minute,
+        "output_tokens_per_minute": tokens_per_minute,
+        "output_tokens_slope_per_minute": slope([(float(i), float(n)) for i, n in enumerate(tokens_per_minute)]),
         "integrity_checks": checks + 1,
         "all_free_at_the_end": [scheduler.blocks.num_free, scheduler.slots.num_free]
         == [scheduler.blocks.size, scheduler.slots.size],
