@@ -40,7 +40,8 @@ class KeyCheck:
 
 
 class BodyLimit:
-    """ASGI middleware: a body of more than max_bytes is answered with 413, by its declared length where it has one."""
+    """ASGI middleware: a body of more than max_bytes is answered with 413, by its declared length where it has one. The
+    application gets the body in one piece."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -50,21 +51,28 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
-            error = self._error()
+        is_large = declared.isdecimal() and int(declared) > self._max_bytes
+        first = None if is_large else await self._read(receive)
+        if first is None:
+            error = ApiError(413, f"the body is larger than {self._max_bytes:,} bytes", code="body_too_large")
             await json_response(error.body, error.status)(scope, receive, send)
             return
-        num_bytes = 0
+        messages = [first]
 
-        async def counted() -> Message:
-            nonlocal num_bytes
+        async def read_already() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, read_already, send)
+
+    async def _read(self, receive: Receive) -> Message | None:
+        """The whole body as one message; None when it is too large. A client that leaves is passed on."""
+        body = bytearray()
+        while True:
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise self._error()
-            return message
-
-        await self._app(scope, counted, send)
-
-    def _error(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_bytes:,} bytes", code="body_too_large")
+            if message["type"] != "http.request":
+                return message
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                return None
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": bytes(body), "more_body": False}

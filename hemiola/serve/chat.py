@@ -130,17 +130,18 @@ class _Answering:
 
     def _choice(self, index: int, answer: ChatAnswer) -> dict[str, Any]:
         assert answer.finish is not None, "the generation has ended"
+        said, calls = answer.message, answer.tool_calls
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": answer.content if answer.content or not answer.calls else None,
+            "content": said.content if said.content or not calls else None,
             "refusal": None,
         }
-        if answer.reasoning:
-            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
-        if answer.calls:
+        if said.reasoning:
+            message |= {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
+        if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.calls.values()
+                for call in calls
             ]
         choice = {
             "index": index,
