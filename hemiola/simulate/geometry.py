@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hemiola.cache.budget import CachePlan, plan_caches
-from hemiola.cache.memory import SNAPSHOTS_PER_REQUEST
+from hemiola.cache.budget import CachePlan
+from hemiola.cache.plan import plan_engine
 from hemiola.config.engine import EngineConfig
 from hemiola.config.model import LayerKind, NemotronHConfig
 from hemiola.model.specs import KVSpec, StateSpec
@@ -37,19 +37,12 @@ class Geometry:
 
         Raises: CapacityError when not even one request fits.
         """
-        has_limit = config.snapshot_bytes is None
-        return plan_caches(
+        return plan_engine(
+            config,
             self.cache_specs,
-            budget_bytes=config.cache_bytes,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len(config),
             activation_bytes=self.activation_bytes,
             kv_element_bytes=self.kv_element_bytes,
-            prefix_caching=config.prefix_caching,
-            snapshot_bytes=config.cache_bytes // 4 if config.snapshot_bytes is None else config.snapshot_bytes,
-            host_snapshot_bytes=config.host_snapshot_bytes,
-            max_snapshots=SNAPSHOTS_PER_REQUEST * config.max_num_seqs if has_limit else None,
         )
 
 
