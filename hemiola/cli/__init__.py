@@ -1,4 +1,4 @@
-"""The command line: `hemiola generate`, `inspect`, `quantize`, `bench`, `simulate`; one file per command.
+"""The command line: `hemiola generate`, `inspect`, `quantize`, `bench`, `serve`, `simulate`; one file per command.
 
 Commands import torch and the engine only when they run, so that `hemiola --help` answers at once.
 """
@@ -17,6 +17,7 @@ from hemiola.cli.ending import Commands
 from hemiola.cli.generate import generate
 from hemiola.cli.inspect import inspect
 from hemiola.cli.quantize import quantize
+from hemiola.cli.serve import serve
 from hemiola.cli.simulate import simulate
 from hemiola.config.threads import wait_passively
 
@@ -32,6 +33,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(bench)
+app.command()(serve)
 app.command()(simulate)
 
 
