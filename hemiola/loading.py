@@ -7,16 +7,19 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hemiola.config.engine import EngineConfig
 from hemiola.config.model import LayerKind, NemotronHConfig
 from hemiola.engine.engine import Engine
-from hemiola.errors import CheckpointError
+from hemiola.errors import CheckpointError, ConfigError, UnsupportedPath
 from hemiola.formats.checkpoint import Checkpoint
 from hemiola.formats.hub import resolve
 from hemiola.formats.manifest import Manifest
 from hemiola.model.load import load_model
-from hemiola.ops import KeptForms, Ops
+from hemiola.model.nemotron_h import NemotronH
+from hemiola.ops import KeptForms, Ops, ResidentWeights
 from hemiola.tap import Tap
 from hemiola.text.tokenizer import Tokenizer, read_eos_token_ids
 
@@ -74,16 +77,67 @@ def load(
     folder, model_config, manifest = open_manifest(model, revision)
     dtype = activation_dtype(config, model_config)
     router_dtype = dtype if config.router_dtype == "auto" else _TORCH_DTYPES[config.router_dtype]
-    ops = Ops(config.arms, KeptForms(config.expanded_bytes), strict=config.strict)
+    ops, device = bind_ops(config)
+    nemotron_h = load_model(manifest, model_config, ops, dtype, router_dtype, device)
+    if ops.resident is not None:
+        warm(nemotron_h)
     engine = Engine(
-        load_model(manifest, model_config, ops, dtype, router_dtype),
+        nemotron_h,
         config,
         eos_token_ids=read_eos_token_ids(folder) or model_config.eos_token_ids,
-        weight_bytes=sum(module.resident_bytes for module in manifest.modules),
+        weight_bytes=ops.resident.resident_bytes
+        if ops.resident is not None
+        else sum(module.resident_bytes for module in manifest.modules),
+        available_bytes=available_device_memory(ops) if ops.resident is not None else None,
         kv_dtype=torch.float8_e4m3fn if kv_is_fp8(config, manifest) else dtype,
         tap=tap,
     )
     return Loaded(folder, model_config, manifest, engine, Tokenizer.from_folder(folder))
+
+
+def bind_ops(config: EngineConfig) -> tuple[Ops, torch.device]:
+    """The op table of an engine and the device of its activations.
+
+    Raises: UnsupportedPath when the device arm is asked for where there is no GPU or no Triton.
+    """
+    arms = config.arms
+    if arms == "auto":
+        arms = "device" if config.device != "cpu" and torch.cuda.is_available() else "reference"
+    uses_device = "device" in ({arms} if isinstance(arms, str) else set(arms.values()))
+    name = config.device if config.device != "auto" else "cuda" if uses_device else "cpu"
+    if (name == "cuda" or uses_device) and not torch.cuda.is_available():
+        raise UnsupportedPath(
+            "there is no GPU for the device arm",
+            found="no CUDA device",
+            expected="an NVIDIA GPU that torch can use",
+            where=f"arms={config.arms}, device={config.device}",
+            remedy="Run with arms=reference and device=cpu.",
+        )
+    if uses_device and name == "cpu":
+        raise ConfigError("the device arm runs on a GPU", found="device=cpu", expected="device=cuda", where="device")
+    device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    kept = KeptForms(config.expanded_bytes, device)
+    resident = ResidentWeights(device) if uses_device else None
+    return Ops(arms, kept, resident, strict=config.strict, invariant=config.invariant), device
+
+
+def warm(model: NemotronH) -> None:
+    """Bring all weights to the device, with a bar on a terminal."""
+    assert model.ops.resident is not None, "an engine without a device has nothing to bring there"
+    columns = (TextColumn("loading weights"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(model.layers))
+        model.warm(lambda done: progress.update(task, completed=done))
+        torch.cuda.synchronize()
+    model.ops.resident.release_staging()
+
+
+def available_device_memory(ops: Ops) -> int:
+    """Bytes of device memory for an engine whose weights are there already, they included."""
+    assert ops.resident is not None, "an engine without a device"
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(ops.resident.device)[0] + ops.resident.resident_bytes
 
 
 def activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> torch.dtype:

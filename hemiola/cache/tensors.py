@@ -12,23 +12,32 @@ from hemiola.model.specs import KVSpec, KVTensors, LayerCache, StateSpec, StateT
 
 
 def allocate_caches(
-    specs: Sequence[KVSpec | StateSpec | None], plan: CachePlan, dtype: torch.dtype, kv_dtype: torch.dtype
+    specs: Sequence[KVSpec | StateSpec | None],
+    plan: CachePlan,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> list[LayerCache]:
     """Uninitialised tensors: nothing is ever read from a block or slot before its owner has written it. The slots of
     snapshots come after those of requests."""
-    return [_allocate(spec, plan, dtype, kv_dtype) for spec in specs]
+    return [_allocate(spec, plan, dtype, kv_dtype, device) for spec in specs]
 
 
 def _allocate(
-    spec: KVSpec | StateSpec | None, plan: CachePlan, dtype: torch.dtype, kv_dtype: torch.dtype
+    spec: KVSpec | StateSpec | None,
+    plan: CachePlan,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device | str,
 ) -> LayerCache:
     if isinstance(spec, KVSpec):
         shape = (plan.num_blocks, plan.block_size, spec.kv_heads, spec.head_dim)
-        return KVTensors(torch.empty(shape, dtype=kv_dtype), torch.empty(shape, dtype=kv_dtype))
+        k, v = (torch.empty(shape, dtype=kv_dtype, device=device) for _ in range(2))
+        return KVTensors(k, v)
     if isinstance(spec, StateSpec):
         slots = plan.num_slots + plan.num_snapshots
-        conv = torch.empty(slots, spec.conv_dim, spec.conv_history, dtype=dtype)
-        ssm = torch.empty(slots, spec.num_heads, spec.head_dim, spec.state_size, dtype=torch.float32)
+        conv = torch.empty(slots, spec.conv_dim, spec.conv_history, dtype=dtype, device=device)
+        ssm = torch.empty(slots, spec.num_heads, spec.head_dim, spec.state_size, dtype=torch.float32, device=device)
         return StateTensors(conv, ssm)
     return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hemiola.errors import ConfigError
 
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bf16")
 KV_CACHE_DTYPES = ("auto", "model", "fp8")
 
@@ -47,7 +48,12 @@ class EngineConfig:
     prefill_tokens_per_s, host_bytes_per_s: what the choice between computing again and swapping assumes. The defaults
         are planning figures (a 30B model on one recent GPU, a PCIe 5 host link), not measurements of this machine.
     stall_seconds: an engine with work that completes no step for so long is unhealthy.
-    arms: the arm of every op, or op names to arms (others run on the reference arm). strict: no counted fallbacks.
+    device: "auto" is the first GPU where some op is on the device arm, else the CPU.
+    arms: the arm of every op, or op names to arms (others run on the reference arm); "auto" is the device arm where
+        there is a GPU that can run it, else the reference arm. strict: no counted fallbacks.
+    invariant: on the device arm, a request's greedy tokens do not depend on what runs beside it.
+    cuda_graphs: replay steps of decodes as CUDA graphs. overlap: launch a step before the ids of the one before it have
+        reached the host. Both are for a GPU.
     seed: base of the seeds of requests that bring none.
     """
 
@@ -67,12 +73,21 @@ class EngineConfig:
     prefill_tokens_per_s: float = 10_000.0
     host_bytes_per_s: float = 25e9
     stall_seconds: float = 60.0
-    arms: str | Mapping[str, str] = "reference"
+    device: str = "auto"
+    arms: str | Mapping[str, str] = "auto"
     strict: bool = True
+    invariant: bool = False
+    cuda_graphs: bool = True
+    overlap: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, accepted in (("dtype", DTYPES), ("router_dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+        for name, accepted in (
+            ("device", DEVICES),
+            ("dtype", DTYPES),
+            ("router_dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ):
             if getattr(self, name) not in accepted:
                 raise ConfigError(
                     "unknown value",

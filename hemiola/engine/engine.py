@@ -1,8 +1,13 @@
 """Engine: owns a model, its caches and a scheduler; `step()` moves every scheduled request by one step.
 
-A step is: schedule, make the copies that the schedule asks for, run the model, publish what it wrote (and copy the
-snapshots), sample. What goes wrong for one request in sampling or log-probabilities ends that request; what goes wrong
-before leaves no cached content trusted: everything is computed again, and the error goes to the caller.
+A step is: schedule, make the copies that the schedule asks for, run the model and sample, publish what it wrote (and
+copy the snapshots), collect the ids. On a GPU the ids are collected while the next step runs, unless a request's own
+parameters need them on the host first (penalties, forced ids, constraints, log-probabilities): the next step is
+scheduled with the tokens pending. A request that turns out to be finished has then run for one step too many; its row
+is dropped, and what it wrote belongs to nobody.
+
+What goes wrong for one request in sampling or log-probabilities ends that request; what goes wrong before leaves no
+cached content trusted: everything is computed again, and the error goes to the caller.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ from hemiola.cache.tensors import CacheMover, allocate_caches
 from hemiola.config.engine import EngineConfig, available_memory
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import FinishReason, Request, RequestStatus
+from hemiola.engine.runner import Ids, Launched, Runner
 from hemiola.engine.sampler import Sampler
 from hemiola.engine.scheduler import ScheduledRow, Scheduler
 from hemiola.engine.stats import EngineStats, read_stats
 from hemiola.errors import HemiolaError, RequestError
-from hemiola.model.batch import BatchRow, ForwardBatch
+from hemiola.model.batch import PENDING, BatchRow
 from hemiola.model.nemotron_h import NemotronH
 from hemiola.tap import Tap
 
@@ -38,6 +44,22 @@ LOGPROB_ROWS = 256  # rows of (rows, vocab) float32 logits alive at once for pro
 _MASK = (1 << 63) - 1
 # What the parameters of one request can make the sampler raise.
 _REQUEST_FAULTS = (HemiolaError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step on its way. due: indices of the rows whose next id is wanted, and `ids` what they get, in that order, or
+    `known` and `faults` where they were sampled one by one. starts: of each row, its first token's position.
+    """
+
+    rows: list[ScheduledRow]
+    due: list[int]
+    starts: list[int]
+    launched: Launched
+    ids: Ids | None
+    known: dict[int, int]
+    faults: dict[int, Exception]
+    must_collect: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +100,24 @@ class Engine:
         self.max_model_len = config.max_model_len or model.config.max_position_embeddings
         available = available_memory() if available_bytes is None else available_bytes
         self.plan, self.memory, self.notes = self._plan(kv_dtype, weight_bytes, available)
-        self.caches = allocate_caches(model.cache_specs, self.plan, model.dtype, kv_dtype)
+        self.caches = allocate_caches(model.cache_specs, self.plan, model.dtype, kv_dtype, model.device)
         self.mover = CacheMover(self.caches)
         self.scheduler = Scheduler(
             self.plan, config, max_model_len=self.max_model_len, chunk_size=model.config.chunk_size or 1
         )
+        self.runner = Runner(
+            model,
+            self.caches,
+            block_size=config.block_size,
+            max_num_seqs=self.plan.num_slots,
+            max_blocks=self.plan.blocks_for(self.max_model_len),
+            num_slots=self.plan.num_slots,
+            use_graphs=config.cuda_graphs,
+            tap=tap,
+        )
+        self.notes = (*self.notes, *self.runner.graph_notes)
+        self.overlaps = config.overlap and model.device.type == "cuda"
+        self._in_flight: _Step | None = None
         self.sampler = Sampler(model.ops, self.vocab_size, tuple(sorted(self.eos_token_ids)))
         self.requests: dict[str, Request] = {}
         self._num_added = 0
@@ -121,6 +156,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
+    def warm(self, num_rows: int, num_tokens: int) -> None:
+        """Capture the graph for steps of `num_rows` decodes of up to `num_tokens` tokens, ahead of the first one."""
+        with torch.inference_mode():
+            self.runner.capture(num_rows, self.plan.blocks_for(num_tokens))
+
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request from outside (a stop string, an abort) and free what it holds; unknown ids are ignored."""
         request = self.requests.pop(request_id, None)
@@ -155,69 +195,128 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One cycle; returns what changed, in batch order."""
+        """One cycle; returns what changed, in batch order: of the step before while this one runs, or of this one."""
+        before, self._in_flight = self._in_flight, None
         try:
-            rows = self.scheduler.schedule()
-            self.mover.apply(self.scheduler.take_movements())
-            if not rows:
-                return []
-            batch = ForwardBatch.build([self._batch_row(row) for row in rows], self.config.block_size)
-            hidden = self.model.forward(batch, self.caches, self.tap)
-            ends = batch.query_start_loc.tolist()
-            due = [index for index, row in enumerate(rows) if row.reaches_end]
-            # Where every row brings one token and is due, as in a step of decodes, there is nothing to pick.
-            last = hidden if len(due) == len(hidden) else hidden[[ends[index + 1] - 1 for index in due]]
-            logits = self.model.logits(last, self.tap) if due else None
-            starts = [row.request.num_computed for row in rows]
-            self.scheduler.complete(rows)
-            self.mover.apply(self.scheduler.take_movements())
+            step = self._launch()
+            outputs = self._collect(before) if before else []
+            if step is not None:
+                self._complete(step)
         except BaseException:
-            self.scheduler.distrust()
-            self.mover.forget_all()
+            self._distrust()
             raise
-        for row, first, start in zip(rows, starts, ends, strict=False):
-            if row.request.params.prompt_logprobs is not None:
-                prompt_rows = hidden[start : start + row.num_tokens]
-                self._for(row.request, partial(self._add_prompt_logprobs, row.request, first, prompt_rows))
-        new_ids = self._sample(logits, [rows[index].request for index in due]) if logits is not None else {}
+        if step is not None and (step.must_collect or not self.overlaps):
+            outputs += self._collect(step)
+        else:
+            self._in_flight = step
+        return outputs
+
+    def _launch(self) -> _Step | None:
+        """Schedule a step and hand it to the device; None when there is nothing to run."""
+        rows = self.scheduler.schedule()
+        self.mover.apply(self.scheduler.take_movements())
+        if not rows:
+            return None
+        due = [index for index, row in enumerate(rows) if row.reaches_end]
+        launched = self.runner.launch([self._batch_row(row) for row in rows], due)
+        requests = [rows[index].request for index in due]
+        step = _Step(
+            rows=rows,
+            due=due,
+            starts=[row.request.num_computed for row in rows],
+            launched=launched,
+            ids=None,
+            known={},
+            faults={},
+            must_collect=any(
+                row.request.params.prompt_logprobs is not None or self.sampler.waits_for(row.request) for row in rows
+            ),
+        )
+        if launched.logits is not None:
+            self._draw(step, launched.logits, requests)
         self._num_steps += 1
-        self._num_decode_tokens += batch.num_decodes
-        self._num_prefill_tokens += batch.num_prefill_tokens
-        self._last_progress_s = time.monotonic()
-        return [StepOutput(row.request, new_ids.get(row.request.request_id, [])) for row in rows]
+        self._num_decode_tokens += sum(row.is_decode for row in rows)
+        self._num_prefill_tokens += sum(row.num_tokens for row in rows if not row.is_decode)
+        return step
 
-    def _sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """The next id of each request, appended to it; nothing for one whose own parameters fail."""
+    def _draw(self, step: _Step, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+        """Sample the next id of each request; one by one when that fails, to see whose fault it is: a draw depends on
+        nothing else."""
         try:
-            sampled = dict(enumerate(self.sampler.sample(logits, requests)))
+            ids = self.sampler.sample(logits, requests, step.launched.best)
         except _REQUEST_FAULTS:
-            sampled = {}  # one by one, to see whose fault it is; draws depend on nothing else
-            for index, request in enumerate(requests):
-                self._for(request, partial(self._sample_one, logits, index, request, sampled))
-        new_ids = {}
-        for index, token in sampled.items():
-            request = requests[index]
-            if request.status is not RequestStatus.FINISHED:
-                self._for(request, partial(self._add_logprobs, request, logits[index : index + 1], token))
-            if request.status is not RequestStatus.FINISHED:
-                new_ids[request.request_id] = [token]
-                self._append(request, token)
-        return new_ids
+            step.must_collect = True
+            for place, request in enumerate(requests):
+                try:
+                    (step.known[place],) = self.sampler.sample(logits[place : place + 1], [request]).tolist()
+                except _REQUEST_FAULTS as fault:
+                    step.faults[place] = fault
+            return
+        if ids is not step.launched.best:
+            self.runner.remember([request.state_slot for request in requests], ids)
+        step.ids = Ids(ids)
 
-    def _sample_one(self, logits: torch.Tensor, index: int, request: Request, sampled: dict[int, int]) -> None:
-        (sampled[index],) = self.sampler.sample(logits[index : index + 1], [request])
+    def _complete(self, step: _Step) -> None:
+        """Count and publish what a launched step computes; what comes after it on the device finds it there."""
+        self.scheduler.complete(step.rows)
+        self.mover.apply(self.scheduler.take_movements())
+        for index in step.due:
+            request = step.rows[index].request
+            if request.status is RequestStatus.RUNNING:
+                request.num_pending = 1
+
+    def _collect(self, step: _Step) -> list[StepOutput]:
+        """Take a step's ids to its requests; those that were finished in the meantime are passed over."""
+        launched, new_ids = step.launched, dict[int, list[int]]()
+        open_rows = [(i, row) for i, row in enumerate(step.rows) if row.request.status is not RequestStatus.FINISHED]
+        sampled = dict(enumerate(step.ids.tolist())) if step.ids is not None else step.known
+        offset = 0
+        for row, first in zip(step.rows, step.starts, strict=True):
+            if row.request.params.prompt_logprobs is not None and row.request.status is not RequestStatus.FINISHED:
+                prompt_rows = launched.hidden[offset : offset + row.num_tokens]
+                self._for(row.request, partial(self._add_prompt_logprobs, row.request, first, prompt_rows))
+            offset += row.num_tokens
+        for place, index in enumerate(step.due):
+            request = step.rows[index].request
+            request.num_pending = 0
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if place in step.faults:
+                self._fail(request, step.faults[place])
+                continue
+            token = self.sampler.settle(request, sampled[place])
+            if request.params.logprobs is not None:
+                assert launched.logits is not None, "a row is due without logits"
+                self._for(request, partial(self._add_logprobs, request, launched.logits[place : place + 1], token))
+            if request.status is not RequestStatus.FINISHED:
+                new_ids[index] = [token]
+                self._append(request, token)
+        self._last_progress_s = time.monotonic()
+        return [StepOutput(row.request, new_ids.get(index, [])) for index, row in open_rows]
+
+    def _distrust(self) -> None:
+        """A step failed half-way: nothing that is cached is trusted, and no token is pending."""
+        for request in self.requests.values():
+            request.num_pending = 0
+        self.scheduler.distrust()
+        self.mover.forget_all()
 
     def _for(self, request: Request, act: Callable[[], None]) -> None:
         """Do something that concerns one request alone; when it fails, that request ends with the error."""
         try:
             act()
         except _REQUEST_FAULTS as fault:
-            request.error = RequestError(f"{type(fault).__name__}: {fault}", where=request.request_id)
-            self.finish(request.request_id, FinishReason.ERROR)
+            self._fail(request, fault)
+
+    def _fail(self, request: Request, fault: Exception) -> None:
+        request.error = RequestError(f"{type(fault).__name__}: {fault}", where=request.request_id)
+        self.finish(request.request_id, FinishReason.ERROR)
 
     def _batch_row(self, row: ScheduledRow) -> BatchRow:
         request = row.request
-        tokens = request.tokens_between(request.num_computed, request.num_computed + row.num_tokens)
+        end = request.num_computed + row.num_tokens
+        tokens = request.tokens_between(request.num_computed, end)
+        tokens += [PENDING] * (row.num_tokens - len(tokens))
         return BatchRow(tokens, request.num_computed, request.blocks, request.state_slot, row.marks)
 
     def _append(self, request: Request, token: int) -> None:
@@ -233,7 +332,7 @@ class Engine:
 
     def _add_logprobs(self, request: Request, logits: torch.Tensor, token: int) -> None:
         if (k := request.params.logprobs) is not None:
-            request.logprobs += self.sampler.top_logprobs(logits, k, [token])
+            request.logprobs += self.sampler.top_logprobs(logits.float(), k, [token])
 
     def _add_prompt_logprobs(self, request: Request, first: int, hidden: torch.Tensor) -> None:
         """Log-probabilities of the prompt tokens that the tokens from `first` on predict, as far as they are not there
@@ -246,7 +345,7 @@ class Engine:
         assert request.params.prompt_logprobs is not None, "prompt log-probabilities were not asked for"
         for low in range(0, len(targets), LOGPROB_ROWS):
             chosen = targets[low : low + LOGPROB_ROWS]
-            logits = self.model.logits(hidden[low : low + len(chosen)])
+            logits = self.model.logits(hidden[low : low + len(chosen)]).float()
             request.prompt_logprobs += self.sampler.top_logprobs(logits, request.params.prompt_logprobs, chosen)
 
     def _plan(

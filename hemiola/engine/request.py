@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hemiola.cache.ledger import Holding
 from hemiola.cache.prefix import PrefixMiss
 from hemiola.config.sampling import SamplingParams
 from hemiola.errors import RequestError
+
+if TYPE_CHECKING:
+    from hemiola.engine.constraint import LogitsConstraint
 
 TokenLogprobs = list[tuple[int, float]]  # (token id, natural log-probability), best first
 
@@ -33,9 +37,12 @@ class FinishReason(enum.Enum):
 class Request:
     """seed: resolved seed of this request's random draws. num_computed: tokens whose KV and state are in the caches.
 
+    num_pending: 1 while a token that a step has sampled for it is known to the device alone, else 0.
+
     priority: lower runs first. arrival: number in order of arrival, given by the scheduler.
     num_cached_tokens: prompt tokens that were reused when it first ran, None until then. prefix_miss: why not more.
     num_preemptions: how often it had to make room.
+    constraint: what it may say next; None is anything.
     stop_reason: the stop id or stop string that ended it; None for eos and for other reasons.
     prompt_logprobs: per prompt position, None for the first; filled as the prompt is consumed.
     """
@@ -46,6 +53,7 @@ class Request:
     seed: int
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -55,6 +63,7 @@ class Request:
     num_cached_tokens: int | None = None
     prefix_miss: PrefixMiss | None = None
     num_preemptions: int = 0
+    constraint: LogitsConstraint | None = None
     holding: Holding = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -78,17 +87,28 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Known tokens that are still to be consumed."""
+        """Tokens that are still to be consumed."""
         return self.num_tokens - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
         """All that is left to consume is the token it said last."""
-        return self.num_remaining == 1 and bool(self.output_ids)
+        return self.num_remaining == 1 and self.num_outputs > 0
+
+    @property
+    def is_spent(self) -> bool:
+        """It has all the tokens that it may have, of which one is pending: there is nothing to run."""
+        return self.num_pending > 0 and self.num_outputs >= self.params.max_tokens
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens, a pending one included."""
+        return len(self.output_ids) + self.num_pending
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        """Tokens of prompt and output, a pending one included."""
+        return len(self.prompt_ids) + self.num_outputs
 
     @property
     def max_total_tokens(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hemiola.config.sampling import WHOLE_VOCABULARY, SamplingParams
+from hemiola.engine.constraint import LogitsConstraint, constrain
 from hemiola.ops.sample import SampleBatch, SampleRow
 
 # Rows of logits whose log-softmax exists at the same time; bounds the extra memory of long prompts.
@@ -21,16 +22,21 @@ _ROWS_AT_ONCE = 64
 
 
 class SampledRequest(Protocol):
-    """What the sampler reads of a request. `seed` is the request's own, resolved when it was made."""
+    """What the sampler reads of a request. `seed` is the request's own, resolved when it was made; `num_outputs` counts
+    output tokens that the host does not know yet, too."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
     @property
     def output_ids(self) -> Sequence[int]: ...
     @property
+    def num_outputs(self) -> int: ...
+    @property
     def params(self) -> SamplingParams: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def constraint(self) -> LogitsConstraint | None: ...
 
 
 class Sampler:
@@ -45,15 +51,30 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
 
-    def sample(self, logits: Tensor, requests: Sequence[SampledRequest]) -> list[int]:
-        """The next id of each request. logits: (R, V) float32, row i belongs to requests[i]; not written to."""
+    def sample(self, logits: Tensor, requests: Sequence[SampledRequest], best: Tensor | None = None) -> Tensor:
+        """The next id of each request, (R,) int64 on the logits' device.
+
+        logits: (R, V) float32 or the activation dtype, row i belongs to requests[i]; not written to. best: (R,) their
+        best ids where they are known; returned itself when no request needs more.
+        """
         rows = ((i, self._row(request, logits.device)) for i, request in enumerate(requests))
         batch = SampleBatch(tuple((i, row) for i, row in rows if row is not None))
-        ids: list[int] = self._ops.sample(logits, batch).tolist()
-        for i, request in enumerate(requests):
-            if (forced_id := _forced_id(request)) is not None:
-                ids[i] = forced_id
+        allowed = constrain(logits, requests)
+        if best is not None and not batch.rows and allowed is logits:
+            return best
+        ids: Tensor = self._ops.sample(allowed, batch)
         return ids
+
+    def settle(self, request: SampledRequest, sampled_id: int) -> int:
+        """The id that a request gets, when the host knows what was sampled for it."""
+        forced_id = _forced_id(request)
+        return sampled_id if forced_id is None else forced_id
+
+    def waits_for(self, request: SampledRequest) -> bool:
+        """Whether the host has to know a request's next id before the one after it can be computed, or its logits."""
+        params = request.params
+        needs_ids = bool(params.forced_output_ids) or request.constraint is not None or _has_penalties(params)
+        return params.logprobs is not None or needs_ids
 
     def top_logprobs(self, logits: Tensor, k: int, chosen_ids: Sequence[int]) -> list[list[tuple[int, float]]]:
         """The k best ids of every row with their log-probabilities, best first, ties to the lower id.
@@ -81,14 +102,13 @@ class Sampler:
         """The op's row of a request; None when the best id is all that it takes."""
         if _forced_id(request) is not None:
             return None
-        params, position = request.params, len(request.output_ids)
+        params, position = request.params, request.num_outputs
         bias = dict(params.logit_bias or {})
         if position < params.min_tokens:
             ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
             bias.update(dict.fromkeys(ends, float("-inf")))
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         seen: dict[int, int] = {}
-        if penalties != (1.0, 0.0, 0.0):
+        if _has_penalties(params):
             seen = {**dict.fromkeys(request.prompt_ids, 0), **Counter(request.output_ids)}
         if params.is_greedy and not bias and not seen:
             return None
@@ -107,8 +127,12 @@ class Sampler:
         )
 
 
+def _has_penalties(params: SamplingParams) -> bool:
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
 def _forced_id(request: SampledRequest) -> int | None:
-    forced, position = request.params.forced_output_ids or (), len(request.output_ids)
+    forced, position = request.params.forced_output_ids or (), request.num_outputs
     return forced[position] if position < len(forced) else None
 
 

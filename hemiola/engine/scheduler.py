@@ -82,7 +82,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRow]:
         """The next step's rows, decodes first, then in order; empty only when nothing is waiting or running."""
         self._rows = {}
-        for request in [r for r in self.running if r.is_decoding]:
+        for request in [r for r in self.running if r.is_decoding and not r.is_spent]:
             self._take(request)
         self._schedule_prompts()
         rows = [ScheduledRow(r, count, self._marks(r, count)) for r, count in self._rows.items()]
@@ -190,7 +190,10 @@ class Scheduler:
     # Memory
 
     def _admit(self, request: Request) -> bool:
-        """Let a waiting request run, unless it waits for a prefix. False: there is no room for it now."""
+        """Let a waiting request run, unless it waits for a prefix. False: there is no room for it now, or it gave way
+        while its last token is still pending."""
+        if request.num_pending:
+            return False
         holding = request.holding
         match = self._find(request)
         if match is not None and self._is_coming(request, match):

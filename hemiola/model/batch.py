@@ -175,8 +175,17 @@ class ForwardBatch:
 
     def placed(self, place: Place) -> ForwardBatch:
         """The same batch where the model runs: all of its tensors go through one call of `place`."""
-        placed: ForwardBatch = _with_tensors(self, iter(place(_tensors(self))))
+        placed: ForwardBatch = _with_tensors(self, iter(place(self.tensors)))
         return placed
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order in which `placed` hands them over."""
+        return _tensors(self)
+
+    def with_token_ids(self, token_ids: Tensor) -> ForwardBatch:
+        """The same batch of other ids. token_ids: (T,) int64."""
+        return replace(self, token_ids=token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -64,10 +64,10 @@ def test_what_fails_for_one_request_ends_that_one(folder: Path, monkeypatch: pyt
     sampler = llm.loaded.engine.sampler
     original_sample, original_logprobs = sampler.sample, sampler.top_logprobs
 
-    def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    def sample(logits: torch.Tensor, requests: Sequence[Request], best: torch.Tensor | None = None) -> torch.Tensor:
         if part == "sampling" and any(r.request_id == "request-1.0" and len(r.output_ids) == 2 for r in requests):
             raise ValueError("a parameter nobody foresaw")
-        return original_sample(logits, requests)
+        return original_sample(logits, requests, best)
 
     def top_logprobs(logits: torch.Tensor, k: int, chosen: Sequence[int]) -> list[list[tuple[int, float]]]:
         if k == 7:

@@ -27,6 +27,16 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     seed: int = 0
 
+    @property
+    def num_outputs(self) -> int:
+        return len(self.output_ids)
+
+
+def next_ids(sampler: Sampler, logits: torch.Tensor, requests: list[Request]) -> list[int]:
+    """What each request gets, the forced ids included."""
+    sampled = sampler.sample(logits, requests).tolist()
+    return [sampler.settle(request, token) for request, token in zip(requests, sampled, strict=True)]
+
 
 def make(eos: Iterable[int] = EOS, vocab: int = VOCAB) -> tuple[Sampler, Ops]:
     ops = Ops("reference", KeptForms(0))
@@ -42,13 +52,13 @@ def ranked(*ids: int) -> torch.Tensor:
 
 
 def next_id(logits: torch.Tensor, request: Request) -> int:
-    (token_id,) = make()[0].sample(logits[None], [request])
+    (token_id,) = next_ids(make()[0], logits[None], [request])
     return token_id
 
 
 def test_the_op_of_the_table_runs_and_is_counted() -> None:
     sampler, ops = make()
-    assert sampler.sample(torch.stack([ranked(4), ranked(9)]), [Request(), Request()]) == [4, 9]
+    assert next_ids(sampler, torch.stack([ranked(4), ranked(9)]), [Request(), Request()]) == [4, 9]
     assert ops.snapshot() == {Path("sample", "reference", "torch", ""): 1}
 
 
@@ -76,7 +86,7 @@ def test_min_tokens_with_every_id_an_end_still_answers() -> None:
 
 def test_eos_ids_outside_the_vocabulary_are_harmless() -> None:
     sampler, _ = make(eos=(2, VOCAB, -1))
-    assert sampler.sample(ranked(2, 3)[None], [Request(SamplingParams(min_tokens=1))]) == [3]
+    assert next_ids(sampler, ranked(2, 3)[None], [Request(SamplingParams(min_tokens=1))]) == [3]
 
 
 def test_repetition_sees_prompt_and_output_and_the_others_only_output() -> None:
@@ -116,9 +126,9 @@ def test_a_mixed_batch_equals_each_request_alone() -> None:
         Request(SamplingParams(temperature=1.2, repetition_penalty=1.3, presence_penalty=0.1), seed=7, prompt_ids=[3]),
         Request(SamplingParams(temperature=1.0, forced_output_ids=[9])),
     ]
-    alone = [sampler.sample(logits[i : i + 1], [request])[0] for i, request in enumerate(requests)]
-    assert sampler.sample(logits, requests) == alone
-    assert sampler.sample(logits.flip(0), requests[::-1]) == alone[::-1]
+    alone = [next_ids(sampler, logits[i : i + 1], [request])[0] for i, request in enumerate(requests)]
+    assert next_ids(sampler, logits, requests) == alone
+    assert next_ids(sampler, logits.flip(0), requests[::-1]) == alone[::-1]
 
 
 def test_the_draw_depends_on_seed_and_output_length_only() -> None:

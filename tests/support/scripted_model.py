@@ -36,6 +36,7 @@ class ScriptedModel:
         self.scripts = {tuple(prompt): list(ids) for prompt, ids in scripts.items()}
         self.config = replace(NemotronHConfig.from_dict(tiny("M*")), vocab_size=vocab_size)
         self.dtype = torch.float32
+        self.device = torch.device("cpu")
         self.ops = Ops("reference", KeptForms(0))
         self.cache_specs = (StateSpec(0, 1, 1, 1, 1, 1), KVSpec(1, 1, 1))
         self._histories: list[list[int]] = []  # by the number that stands in a state

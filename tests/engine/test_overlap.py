@@ -1,0 +1,143 @@
+"""Steps that are launched before the ids of the one before are known: nobody's tokens change, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hemiola.config.sampling import SamplingParams
+from hemiola.engine.request import FinishReason
+from hemiola.llm import LLM
+from hemiola.model.batch import PENDING
+from tests.support.witness import poison
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Folder) -> Path:
+    return tiny_folder("MEM*-", conv_gain=30.0)
+
+
+def overlapping(folder: Path, **settings: Any) -> LLM:
+    llm = LLM(folder, **({"dtype": "float32", "max_model_len": 256} | settings))
+    poison(llm.loaded.engine)
+    llm.loaded.engine.overlaps = True
+    return llm
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(20, 90), k=count)
+
+
+MIXED = [
+    SamplingParams(max_tokens=9, ignore_eos=True),
+    SamplingParams(max_tokens=1, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.9, seed=3, top_p=0.9),
+    SamplingParams(max_tokens=7, min_tokens=3, temperature=1.2, seed=4),
+    SamplingParams(max_tokens=8, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(max_tokens=5, logprobs=3),
+    SamplingParams(max_tokens=5, prompt_logprobs=2),
+    SamplingParams(max_tokens=2, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 24, "max_num_seqs": 5}])
+def test_every_kind_of_request_gets_what_it_gets_alone(folder: Path, settings: dict[str, Any]) -> None:
+    prompts = [ids(5 + 9 * i, i) for i in range(len(MIXED))]
+    plain = LLM(folder, dtype="float32", max_model_len=256)
+    expected = [plain.generate(prompt, params)[0] for prompt, params in zip(prompts, MIXED, strict=True)]
+    llm = overlapping(folder, **settings)
+    outputs = llm.generate(prompts, MIXED)
+    for got, wanted in zip(outputs, expected, strict=True):
+        assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert got.outputs[0].finish_reason == wanted.outputs[0].finish_reason
+        assert [[i for i, _ in top] for top in got.outputs[0].logprobs or []] == [
+            [i for i, _ in top] for top in wanted.outputs[0].logprobs or []
+        ]
+    engine = llm.loaded.engine
+    engine.check_integrity()
+    assert engine.scheduler.slots.num_free == engine.scheduler.slots.size
+
+
+def test_a_step_is_launched_with_the_token_pending(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = overlapping(folder)
+    launched: list[list[int]] = []
+    launch = llm.loaded.engine.runner.launch
+
+    def spy(rows: Any, due: Any) -> Any:
+        launched.append([row.token_ids[0] for row in rows])
+        return launch(rows, due)
+
+    monkeypatch.setattr(llm.loaded.engine.runner, "launch", spy)
+    output = llm.generate(ids(6, 0), SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0]
+    assert len(output.token_ids) == 5
+    assert launched[1:] == [[PENDING]] * 4, "five tokens take a prompt step and four decodes, not one more"
+
+
+def test_a_stop_costs_one_dropped_row(folder: Path) -> None:
+    prompt = ids(6, 1)
+    free = LLM(folder, dtype="float32").generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
+    said = free[0].outputs[0].token_ids
+    stop = said[4]
+    llm = overlapping(folder)
+    output = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=[stop]))[0].outputs[0]
+    assert output.token_ids == said[: said.index(stop) + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert llm.loaded.engine.stats().num_decode_tokens == said.index(stop) + 1
+
+
+def test_aborts_and_preemptions_between_steps(folder: Path) -> None:
+    """A pool for two of the requests; some are withdrawn while their step is on its way."""
+    plan = LLM(folder).loaded.engine.plan
+    prompts = [ids(40, seed) for seed in range(6)]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = [LLM(folder, dtype="float32").generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    llm = overlapping(
+        folder, max_num_seqs=4, cache_bytes=4 * plan.slot_bytes + max(11 * plan.block_bytes, 4 * plan.slot_bytes)
+    )
+    engine = llm.loaded.engine
+    answers = [llm.front.add(prompt, params) for prompt in prompts]
+    rng, num_steps = random.Random(5), 0
+    while llm.front.has_unfinished:
+        llm.front.step()
+        engine.check_integrity()
+        num_steps += 1
+        if num_steps in (4, 9):
+            llm.front.abort(rng.choice([a for a in answers if not a.finished]))
+    reasons = [a.choices[0].request.finish_reason for a in answers]
+    assert reasons.count(FinishReason.ABORT) == 2
+    assert sum(a.choices[0].request.num_preemptions for a in answers) > 0
+    for answer, wanted in zip(answers, expected, strict=True):
+        said = answer.choices[0].request.output_ids
+        assert said == wanted[: len(said)]
+        assert answer.choices[0].request.finish_reason is FinishReason.ABORT or said == wanted
+
+
+def test_a_step_that_fails_spoils_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [ids(30, seed) for seed in range(3)]
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    expected = [LLM(folder, dtype="float32").generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    llm = overlapping(folder)
+    runner, launch, count = llm.loaded.engine.runner, llm.loaded.engine.runner.launch, [0]
+
+    def fails_once(rows: Any, due: Any) -> Any:
+        count[0] += 1
+        if count[0] == 5:
+            raise RuntimeError("out of luck")
+        return launch(rows, due)
+
+    monkeypatch.setattr(runner, "launch", fails_once)
+    answers = [llm.front.add(prompt, params) for prompt in prompts]
+    num_faults = 0
+    while llm.front.has_unfinished:
+        try:
+            llm.front.step()
+        except RuntimeError:
+            num_faults += 1
+    assert num_faults == 1
+    assert [a.choices[0].request.output_ids for a in answers] == expected
