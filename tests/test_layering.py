@@ -42,7 +42,7 @@ NO_TORCH = {
     "errors.py",
 }
 ONLY_IN = {
-    "triton": ("kernels/", "bench/"),
+    "triton": ("kernels/", "doctor.py"),
     "pynvml": ("bench/",),
     "huggingface_hub": ("formats/hub.py",),
     "tokenizers": ("text/",),

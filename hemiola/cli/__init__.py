@@ -1,4 +1,4 @@
-"""The command line: `hemiola generate`, `inspect`, `quantize`, `bench`, `serve`, `simulate`; one file per command.
+"""The command line: `hemiola generate`, `inspect`, `quantize`, `bench`, `doctor`, `serve`, `simulate`; one file per command.
 
 Commands import torch and the engine only when they run, so that `hemiola --help` answers at once.
 """
@@ -13,6 +13,7 @@ import typer
 
 from hemiola import __version__
 from hemiola.cli.bench import bench
+from hemiola.cli.doctor import doctor
 from hemiola.cli.ending import Commands
 from hemiola.cli.generate import generate
 from hemiola.cli.inspect import inspect
@@ -33,6 +34,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(bench)
+app.command()(doctor)
 app.command()(serve)
 app.command()(simulate)
 
