@@ -131,8 +131,11 @@ class Ledger:
             self.snapshots.give_back(reserved)
         holding.reserved = []
 
-    def publish(self, holding: Holding, num_computed: int, tokens: Tokens) -> None:
-        """A step is done and has written `num_computed` tokens in all: let others find them."""
+    def publish(self, holding: Holding, num_computed: int, tokens: Tokens, *, takes_snapshot: bool = True) -> None:
+        """A step is done and has written `num_computed` tokens in all: let others find them.
+
+        takes_snapshot: the state is the one after these tokens, and may be kept where a block ends.
+        """
         self._unpin(holding)
         if not self.prefix.enabled:
             return
@@ -146,7 +149,7 @@ class Ledger:
             holding.base = self.snapshots.publish(reserved)
             holding.base.is_fixed = True
         holding.reserved = []
-        if self.prefix.has_states and num_full and num_computed % self.plan.block_size == 0:
+        if takes_snapshot and self.prefix.has_states and num_full and num_computed % self.plan.block_size == 0:
             self._snapshot(holding, num_computed)
 
     def release(self, holding: Holding) -> None:

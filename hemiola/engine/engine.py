@@ -317,7 +317,7 @@ class Engine:
         end = request.num_computed + row.num_tokens
         tokens = request.tokens_between(request.num_computed, end)
         tokens += [PENDING] * (row.num_tokens - len(tokens))
-        return BatchRow(tokens, request.num_computed, request.blocks, request.state_slot, row.marks)
+        return BatchRow(tokens, request.num_computed, request.blocks, request.state_slot, row.marks, row.is_prompt)
 
     def _append(self, request: Request, token: int) -> None:
         """Add a sampled token and end the request where it has to end."""

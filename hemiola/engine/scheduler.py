@@ -12,6 +12,10 @@ Blocks are taken as tokens come. A request is admitted when the tokens it has fi
 still have to consume; it makes lower priorities give way, equal ones not. When a running request finds no block, the
 last in order gives way (perhaps itself), never the first, which therefore always gets on.
 
+Invariant: where a request's tokens must not depend on what runs beside it to the last bit, a prompt is cut on the SSD
+grid only, its last piece counts as one even if it is a single token, tokens that it said itself are consumed one by one
+even when they are computed again, and what is kept for others ends on the grid within the prompt.
+
 A prompt whose prefix is being computed right now waits for it (for one other request at most) and reuses it.
 """
 
@@ -21,6 +25,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from math import lcm
 from operator import itemgetter
 
 from hemiola.cache.budget import CachePlan
@@ -31,21 +36,22 @@ from hemiola.config.engine import EngineConfig
 from hemiola.engine.preemption import PreemptionCosts, PreemptionCounts, PreemptionKind
 from hemiola.engine.refusal import refuse_impossible
 from hemiola.engine.request import Request, RequestStatus
-from hemiola.errors import CapacityError
+from hemiola.errors import CapacityError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """`request` consumes its next `num_tokens` tokens in this step. marks: see model.batch.BatchRow."""
+    """`request` consumes its next `num_tokens` tokens in this step. marks, is_prompt: see model.batch.BatchRow."""
 
     request: Request
     num_tokens: int
     marks: tuple[tuple[int, int], ...] = ()
+    is_prompt: bool = False
 
     @property
     def is_decode(self) -> bool:
         """One token with earlier ones behind it (see model.batch)."""
-        return self.num_tokens == 1 and self.request.num_computed > 0
+        return self.num_tokens == 1 and self.request.num_computed > 0 and not self.is_prompt
 
     @property
     def reaches_end(self) -> bool:
@@ -59,6 +65,15 @@ class Scheduler:
     def __init__(self, plan: CachePlan, config: EngineConfig, *, max_model_len: int, chunk_size: int) -> None:
         self.plan, self.max_model_len, self.chunk_size = plan, max_model_len, chunk_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.invariant = config.invariant
+        self._grid = lcm(plan.block_size, chunk_size)  # where invariant prefixes may end
+        if self.invariant and config.max_num_batched_tokens < chunk_size + plan.num_slots:
+            raise ConfigError(
+                "too few tokens per step for invariant prompts, which are cut at multiples of the SSD chunk size",
+                found=f"max_num_batched_tokens {config.max_num_batched_tokens}",
+                expected=f">= {chunk_size} (chunk_size) + {plan.num_slots} (requests that run together)",
+                where="max_num_batched_tokens",
+            )
         self.ledger = Ledger(plan, prefix_caching=config.prefix_caching, swap_bytes=config.swap_bytes)
         self.blocks, self.slots = self.ledger.blocks, self.ledger.slots
         self.costs = PreemptionCosts(config.prefill_tokens_per_s, config.host_bytes_per_s)
@@ -85,7 +100,10 @@ class Scheduler:
         for request in [r for r in self.running if r.is_decoding and not r.is_spent]:
             self._take(request)
         self._schedule_prompts()
-        rows = [ScheduledRow(r, count, self._marks(r, count)) for r, count in self._rows.items()]
+        rows = [
+            ScheduledRow(r, count, self._marks(r, count), self.invariant and r.num_computed < len(r.prompt_ids))
+            for r, count in self._rows.items()
+        ]
         return sorted(rows, key=lambda row: (not row.is_decode, row.request.order))
 
     def complete(self, rows: Iterable[ScheduledRow]) -> None:
@@ -95,8 +113,16 @@ class Scheduler:
             request = row.request
             if request.status is RequestStatus.RUNNING:
                 request.num_computed += row.num_tokens
-                self.ledger.publish(request.holding, request.num_computed, request.tokens_between)
+                self._publish(request)
                 self._settle(request, [s for s in request.holding.stops if s <= request.num_computed])
+
+    def _publish(self, request: Request) -> None:
+        computed, in_prompt = request.num_computed, min(request.num_computed, len(request.prompt_ids))
+        if not self.invariant:
+            self.ledger.publish(request.holding, computed, request.tokens_between)
+        else:
+            is_on_grid = computed == in_prompt and computed % self._grid == 0
+            self.ledger.publish(request.holding, in_prompt, request.tokens_between, takes_snapshot=is_on_grid)
 
     def distrust(self) -> None:
         """A step failed half-way: forget all cached content; every request starts again from its first token."""
@@ -147,7 +173,7 @@ class Scheduler:
         budget = self._budget
         if budget and request.status is RequestStatus.RUNNING:
             count = self._chunk(request, budget)
-            if self._make_room(request, request.num_computed + count):
+            if count and self._make_room(request, request.num_computed + count):
                 self._rows[request] = count
 
     def _marks(self, request: Request, count: int) -> tuple[tuple[int, int], ...]:
@@ -155,14 +181,19 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens to take now: all, or up to the SSD grid before the next snapshot, or the budget, cut back to the grid
-        where that is in reach."""
-        done = request.num_computed
+        where that is in reach. Invariant: see above; 0 when the grid is not in reach."""
+        done, all_left = request.num_computed, request.num_remaining
+        if self.invariant:
+            in_prompt = len(request.prompt_ids) - done
+            all_left = in_prompt if in_prompt > 0 else 1
         edges = [s // self.chunk_size * self.chunk_size - done for s in request.holding.stops]
-        wanted = min([edge for edge in edges if edge > 0], default=request.num_remaining)
+        wanted = min([edge for edge in edges if edge > 0], default=all_left)
         if wanted <= budget:
             return wanted
         past_grid = (done + budget) % self.chunk_size
-        return budget - past_grid if past_grid < budget else budget
+        if past_grid < budget:
+            return budget - past_grid
+        return 0 if self.invariant else budget
 
     def _schedule_prompts(self) -> None:
         prompts = [r for r in self.running if not r.is_decoding]
@@ -226,8 +257,9 @@ class Scheduler:
             self.ledger.prefix.totals.count(len(request.prompt_ids), match)
         if self.ledger.prefix.enabled and self.ledger.prefix.has_states:
             size = self.plan.block_size
-            last = (len(request.prompt_ids) - 1) // size * size
-            request.holding.stops = tuple(sorted({s for s in (match.diverges_at, last) if s > match.num_tokens}))
+            unit = self._grid if self.invariant else size
+            ends = {end // unit * unit for end in (match.diverges_at, len(request.prompt_ids) - 1)}
+            request.holding.stops = tuple(sorted(end for end in ends if end > match.num_tokens))
             for stop in request.holding.stops:
                 self._coming.setdefault(request.holding.keys[stop // size - 1], (stop, request))
         else:

@@ -31,7 +31,8 @@ class BatchRow:
     token_ids: the tokens to consume now. num_computed: tokens consumed by earlier steps. blocks: the request's KV
     blocks in order, covering num_computed + len(token_ids) tokens. state_slot: its recurrent state slot.
     marks: (tokens, state slot) pairs: the state after so many of this row's tokens goes into that slot, too. What the
-    row itself computes is not changed by it in any bit.
+    row itself computes is not changed by it in any bit. is_prompt: the tokens belong to the prompt and are to be
+    computed like the rest of it, even one that comes alone.
     """
 
     token_ids: Sequence[int]
@@ -39,10 +40,11 @@ class BatchRow:
     blocks: Sequence[int]
     state_slot: int
     marks: Sequence[tuple[int, int]] = ()
+    is_prompt: bool = False
 
     @property
     def is_decode(self) -> bool:
-        return len(self.token_ids) == 1 and self.num_computed > 0
+        return len(self.token_ids) == 1 and self.num_computed > 0 and not self.is_prompt
 
 
 @dataclass(frozen=True)

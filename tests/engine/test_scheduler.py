@@ -14,7 +14,7 @@ from hemiola.config.engine import EngineConfig
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import FinishReason, Request, RequestStatus
 from hemiola.engine.scheduler import ScheduledRow, Scheduler
-from hemiola.errors import CapacityError, RequestError
+from hemiola.errors import CapacityError, ConfigError, RequestError
 
 
 def plan(num_blocks: int = 20, num_slots: int = 4, block_size: int = 8, block_bytes: int = 100) -> CachePlan:
@@ -299,3 +299,43 @@ def test_priorities_come_before_arrival() -> None:
         run.add(new)
     run.finish()
     assert run.first_scheduled == ["d", "b", "c", "a"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    num_blocks=st.integers(12, 24),
+    budget=st.integers(20, 64),
+)
+def test_invariant_prompts_are_cut_on_the_grid_alone(prompts: list[int], num_blocks: int, budget: int) -> None:
+    """A prompt's pieces end on the grid of 16 or with it; a last single token is no decode; what a request has said is
+    consumed one by one, also when it had to give way and starts again."""
+    config = EngineConfig(max_num_batched_tokens=budget, prefix_caching=False, invariant=True, swap_bytes=0)
+    run = Run(Scheduler(plan(num_blocks=num_blocks), config, max_model_len=72, chunk_size=16))
+    for index, length in enumerate(prompts):
+        run.add(request(f"r{index}", length, max_tokens=12))
+    while run.unfinished:
+        run.num_steps += 1
+        assert run.num_steps < 2000
+        rows = run.scheduler.schedule()
+        run.scheduler.check_integrity()
+        assert sum(row.num_tokens for row in rows) <= budget
+        for row in rows:
+            prompt, start = len(row.request.prompt_ids), row.request.num_computed
+            end = start + row.num_tokens
+            assert row.is_prompt == (start < prompt)
+            assert row.is_decode == (start >= prompt)
+            assert end % 16 == 0 or end == prompt if row.is_prompt else row.num_tokens == 1
+        run.scheduler.complete(rows)
+        for row in rows:
+            if row.request.num_computed == row.request.num_tokens:
+                row.request.output_ids.append(1)
+                if len(row.request.output_ids) == row.request.params.max_tokens:
+                    row.request.finish(FinishReason.LENGTH)
+                    run.release(row.request)
+
+
+def test_invariant_prompts_need_a_chunk_beside_the_decodes() -> None:
+    config = EngineConfig(max_num_batched_tokens=19, invariant=True)
+    with pytest.raises(ConfigError, match=r"19.*16 \(chunk_size\) \+ 4"):
+        Scheduler(plan(), config, max_model_len=64, chunk_size=16)
