@@ -13,10 +13,12 @@ from hemiola.config.sampling import SamplingParams
 from hemiola.engine.engine import Engine, StepOutput
 from hemiola.engine.request import FinishReason, Request, RequestStatus
 from hemiola.errors import RequestError
+from hemiola.structured import Grammars
 from hemiola.text.output import OutputText
 from hemiola.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+_NEEDS_TOKENIZER = {"stop": "stop strings", "structured": "structures", "thinking_budget": "thinking budgets"}
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +63,12 @@ class Delta:
 
 
 class Front:
+    """grammars: of the model, for structured output and thinking budgets; None without a tokenizer. Its `check`
+    compiles a request's grammar ahead of `add`, from any thread."""
+
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        self.grammars = Grammars(tokenizer, engine.vocab_size, engine.eos_token_ids) if tokenizer else None
         self._open: dict[str, tuple[Answer, Choice]] = {}
         self._num_answers = 0
 
@@ -74,8 +80,10 @@ class Front:
         add_special_tokens: as in `Tokenizer.encode`, for text prompts. priority: lower runs first.
         Raises: RequestError, CapacityError; then nothing of this prompt stays queued.
         """
-        if self.tokenizer is None and params.stop:
-            raise RequestError("stop strings need a tokenizer, and this model has none", where="stop")
+        if self.tokenizer is None:
+            for name, what in _NEEDS_TOKENIZER.items():
+                if getattr(params, name) not in ((), None):
+                    raise RequestError(f"{what} need a tokenizer, and this model has none", where=name)
         text = prompt if isinstance(prompt, str) else None
         ids = self.encode(text, add_special_tokens) if text is not None else _checked_ids(prompt)
         answer = Answer(f"request-{self._num_answers}", text, ids)
@@ -83,7 +91,9 @@ class Front:
             for index in range(params.n):
                 name = f"{answer.request_id}.{index}"
                 output = OutputText(self.tokenizer, params) if self.tokenizer else None
+                constraint = self.grammars.constraint(params, ids) if self.grammars else None
                 request = self.engine.add_request(name, ids, _params_of_choice(params, index), priority)
+                request.constraint = constraint
                 choice = Choice(index, request, output)
                 answer.choices.append(choice)
                 self._open[name] = (answer, choice)

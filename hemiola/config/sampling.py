@@ -17,6 +17,64 @@ WHOLE_VOCABULARY = -1
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredSpec:
+    """What an answer has to look like; exactly one of the first five is given.
+
+    json_object: any JSON object. json_schema: a value of this JSON schema (a mapping, or a truth value).
+    regex: a text that this pattern matches as a whole. choice: one of these texts.
+    tools: at least one call of one of these tools (OpenAI's form), in the model's own format; several only with
+        parallel_tool_calls.
+
+    The schema itself is checked when it is compiled (hemiola.structured). Raises: RequestError.
+    """
+
+    json_object: bool = False
+    json_schema: Mapping[str, object] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    tools: Sequence[Mapping[str, object]] = ()
+    parallel_tool_calls: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "parallel_tool_calls"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise RequestError(
+                    "not a truth value", found=repr(flag), expected="true or false", where=f"structured.{name}"
+                )
+        if self.json_schema is not None and not isinstance(self.json_schema, Mapping | bool):
+            raise RequestError(
+                "not a schema", found=repr(self.json_schema)[:80], expected="an object", where="structured.json_schema"
+            )
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise RequestError("not a pattern", found=repr(self.regex)[:80], where="structured.regex")
+        object.__setattr__(self, "choice", _items("structured.choice", self.choice))
+        object.__setattr__(self, "tools", _items("structured.tools", self.tools))
+        for i, text in enumerate(self.choice):
+            if not isinstance(text, str) or not text:
+                raise RequestError(
+                    "not a choice",
+                    found=repr(text)[:80],
+                    expected="a non-empty string",
+                    where=f"structured.choice[{i}]",
+                )
+        for i, tool in enumerate(self.tools):
+            if not isinstance(tool, Mapping):
+                raise RequestError("not a tool", found=repr(tool)[:80], where=f"structured.tools[{i}]")
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False, ())]
+        given += ["json_schema"] if self.json_schema is False else []
+        if len(given) != 1:
+            raise RequestError(
+                "exactly one structure is needed",
+                found=", ".join(given) or "none",
+                expected=f"one of {', '.join(STRUCTURES)}",
+                where="structured",
+            )
+
+
+STRUCTURES = ("json_object", "json_schema", "regex", "choice", "tools")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """One request's sampling parameters; names, ranges and meaning are vLLM's unless said otherwise.
 
@@ -31,6 +89,10 @@ class SamplingParams:
     seed: any int64; None lets the engine pick one.
     logprobs, prompt_logprobs: how many alternatives to report per token; -1 is the whole vocabulary, None is none.
     forced_output_ids: these ids are emitted in place of the sampled ones while they last (teacher forcing).
+    structured: what the answer has to look like, after its thinking part. It ends the request itself, so it takes
+        neither `min_tokens` nor `ignore_eos`.
+    thinking_budget: ids that an answer that begins inside of a thought may think before the end of the thought is
+        forced.
 
     Raises: RequestError, with the field in its `where`.
     """
@@ -55,6 +117,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     forced_output_ids: Sequence[int] | None = None
+    structured: StructuredSpec | None = None
+    thinking_budget: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {
@@ -80,6 +144,8 @@ class SamplingParams:
                 checked[name] = _integer(name, count, low=WHOLE_VOCABULARY)
         if self.forced_output_ids is not None:
             checked["forced_output_ids"] = _token_ids("forced_output_ids", self.forced_output_ids)
+        if self.thinking_budget is not None:
+            checked["thinking_budget"] = _integer("thinking_budget", self.thinking_budget, low=0)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise RequestError("not a truth value", found=repr(flag), expected="true or false", where=name)
@@ -92,6 +158,21 @@ class SamplingParams:
                 expected=f"at most max_tokens = {self.max_tokens}",
                 where="min_tokens",
             )
+        if self.structured is not None:
+            self._check_beside_structured(self.structured)
+
+    def _check_beside_structured(self, structured: object) -> None:
+        if not isinstance(structured, StructuredSpec):
+            raise RequestError(
+                "not a structure", found=repr(structured)[:80], expected="a StructuredSpec", where="structured"
+            )
+        for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+            if value:
+                raise RequestError(
+                    "cannot be kept beside structured output, which decides itself when it ends",
+                    found=value,
+                    where=name,
+                )
 
     @property
     def is_greedy(self) -> bool:

@@ -62,6 +62,11 @@ class Tokenizer:
         """Entries, added tokens included; the model's logits may be wider."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def definition(self) -> str:
+        """What tokenizer.json says, as one text."""
+        return self._backend.to_str()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. `add_special_tokens` applies tokenizer.json's own post-processor, which decides about BOS.
 
