@@ -68,7 +68,8 @@ def test_kernels_compile_fit_and_do_not_spill(
     assert kernels, "the case launches nothing"
     print(*kernels, sep="\n")
     allowed = getattr(load(module), "STACK", {}).get(name, 0)
-    assert {str(kernel): problems for kernel in kernels if (problems := kernel.problems(allowed))} == {}
+    problems = [f"{kernel}: {problem}" for kernel in kernels for problem in kernel.problems(allowed)]
+    assert not problems, "\n".join(problems)
 
 
 def launches(path: Path) -> bool:
