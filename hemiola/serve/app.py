@@ -20,6 +20,7 @@ from hemiola.serve.chat import chat_routes
 from hemiola.serve.completions import completion_routes
 from hemiola.serve.encoding import json_response
 from hemiola.serve.errors import ApiError, of_engine, of_validation
+from hemiola.serve.responses import response_routes
 from hemiola.serve.service import Service
 from hemiola.serve.status import status_routes
 from hemiola.serve.tokenization import tokenization_routes
@@ -39,7 +40,7 @@ def build_app(service: Service) -> FastAPI:
             await service.stop()
 
     app = FastAPI(title="hemiola", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    for routes in (chat_routes, completion_routes, tokenization_routes, status_routes):
+    for routes in (chat_routes, completion_routes, response_routes, tokenization_routes, status_routes):
         app.include_router(routes(service))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -15,15 +15,13 @@ from starlette.responses import Response
 from hemiola.serve.answers import ChatAnswer
 from hemiola.serve.encoding import DONE, event
 from hemiola.serve.errors import ApiError
-from hemiola.serve.loop import THOUGHT_END, ThinkingBudget, Update
-from hemiola.serve.parameters import CHAT_NAMES, sampling_params
-from hemiola.serve.prompts import ChatPrompt, chat_prompt, effort_switches
+from hemiola.serve.loop import Update
 from hemiola.serve.responding import respond
-from hemiola.serve.schemas import ChatRequest, NamedTool, Tool
+from hemiola.serve.schemas import ChatRequest
 from hemiola.serve.service import Generation, Origin, Service
 from hemiola.serve.tokens import chat_logprobs, prompt_logprobs
-from hemiola.text.chat_output import ChatDelta, ChatParser
-from hemiola.text.tokenizer import Tokenizer
+from hemiola.serve.turn import Turn, Wish
+from hemiola.text.chat_output import ChatDelta
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -43,54 +41,51 @@ class _Answering:
     """One request under way."""
 
     body: ChatRequest
-    service: Service
-    tokenizer: Tokenizer
-    generation: Generation
-    answers: list[ChatAnswer]
+    turn: Turn
     head: dict[str, Any]
 
     @classmethod
     async def start(cls, service: Service, body: ChatRequest, origin: Origin) -> _Answering:
-        tokenizer = service.need_tokenizer()
-        tools = offered_tools(body.tools, body.tool_choice)
-        switches = effort_switches(tokenizer, body.reasoning_effort, "reasoning_effort")
-        prompt = await chat_prompt(
-            tokenizer,
-            body.messages,
-            tools,
-            switches | (body.chat_template_kwargs or {}),
-            body.add_generation_prompt is not False,
-        )
-        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        params = sampling_params(
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+        asked = body.max_completion_tokens
+        wish = Wish(
             body,
-            names=CHAT_NAMES,
-            max_tokens=service.room_for_output(prompt.ids) if asked is None else asked,
-            logprobs=_logprobs(body),
-        )
-        generation = await service.generate(
-            [prompt.ids],
-            [params],
-            origin=origin,
-            names=CHAT_NAMES,
+            body.messages,
+            {
+                "logprobs": "top_logprobs",
+                "effort": "reasoning_effort",
+                "max_tokens": "max_tokens" if asked is None else "max_completion_tokens",
+            },
+            tools=body.tools,
+            tool_choice=body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            response_format=body.response_format,
+            switches=body.chat_template_kwargs,
+            effort=body.reasoning_effort,
+            thinking_token_budget=body.thinking_token_budget,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            max_tokens=body.max_tokens if asked is None else asked,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             priority=body.priority or 0,
-            thinking_budget=thinking_budget(tokenizer, prompt, body.thinking_token_budget),
             with_paths=bool(body.return_metrics),
         )
-        parallel = body.parallel_tool_calls is not False
-        parsers = [answer_parser(tokenizer, prompt, tools, params.skip_special_tokens) for _ in range(params.n)]
+        turn = await Turn.start(service, wish, origin)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model_name}
-        answers = [ChatAnswer(parser, parallel=parallel) for parser in parsers]
-        return cls(body, service, tokenizer, generation, answers, head)
+        return cls(body, turn, head)
+
+    @property
+    def generation(self) -> Generation:
+        return self.turn.generation
 
     async def result(self) -> dict[str, Any]:
         async for updates in self.generation:
             for _, update in updates:
-                self.answers[update.index].add(update)
+                self.turn.answers[update.index].add(update)
         answer = {
             **self.head,
             "object": "chat.completion",
-            "choices": [self._choice(index, answer) for index, answer in enumerate(self.answers)],
+            "choices": [self._choice(index, answer) for index, answer in enumerate(self.turn.answers)],
             "usage": self._usage(),
         }
         return answer | self._extras()
@@ -105,7 +100,7 @@ class _Answering:
             return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **usage})
 
         role = {"role": "assistant", "content": ""}
-        yield b"".join(chunk(_stream_choice(index, role)) for index in range(len(self.answers)))
+        yield b"".join(chunk(_stream_choice(index, role)) for index in range(len(self.turn.answers)))
         async for updates in self.generation:
             yield b"".join(chunk(choice) for _, update in updates for choice in self._stream_choices(update))
         last: dict[str, Any] = {"usage": self._usage()} if with_usage else {}
@@ -115,7 +110,7 @@ class _Answering:
 
     def _stream_choices(self, update: Update) -> list[dict[str, Any]]:
         """The chunks of one update. Log-probabilities and ids go with its first, the end's reason with its last."""
-        answer = self.answers[update.index]
+        answer = self.turn.answers[update.index]
         parts = [_delta(delta) for delta in answer.add(update)]
         if not parts and (self.body.logprobs or self.body.return_token_ids or update.finish):
             parts = [{}]
@@ -153,60 +148,21 @@ class _Answering:
         return choice | ({"token_ids": answer.ids} if self.body.return_token_ids else {})
 
     def _chat_logprobs(self, ids: list[int], logprobs: Any) -> list[Any]:
-        return chat_logprobs(self.tokenizer, ids, logprobs, self.body.top_logprobs or 0)
+        return chat_logprobs(self.turn.tokenizer, ids, logprobs, self.body.top_logprobs or 0)
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self.generation, sum(answer.num_reasoning_tokens for answer in self.answers))
+        return usage(self.generation, self.turn.num_reasoning_tokens)
 
     def _extras(self) -> dict[str, Any]:
         """Fields beyond OpenAI's that the request asked for."""
         extras: dict[str, Any] = {}
-        if (known := self.answers[0].prompt_logprobs) is not None and self.body.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, self.body.prompt_logprobs)
+        if (known := self.turn.answers[0].prompt_logprobs) is not None and self.body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(self.turn.tokenizer, known, self.body.prompt_logprobs)
         if self.body.return_token_ids:
             extras["prompt_token_ids"] = self.generation.prompt_ids[0]
         if self.body.return_metrics:
             extras["metrics"] = self.generation.metrics()
         return extras
-
-
-def offered_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> list[Tool] | None:
-    """The tools that the model is told of: none where it may call none.
-
-    Raises: ApiError for a choice that the tools do not allow.
-    """
-    if choice == "none" or (not tools and choice in (None, "auto")):
-        return None
-    if not tools:
-        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
-        raise ApiError(400, f"tool_choice: there is no tool {choice.function.name}", param="tool_choice.function.name")
-    return tools
-
-
-def answer_parser(
-    tokenizer: Tokenizer, prompt: ChatPrompt, tools: list[Tool] | None, skip_special_tokens: bool
-) -> ChatParser:
-    return ChatParser(
-        prompt.format,
-        thinking=prompt.thinking,
-        tools=[tool.model_dump(exclude_none=True) for tool in tools or []],
-        tokenizer=tokenizer,
-        skip_special_tokens=skip_special_tokens,
-    )
-
-
-def thinking_budget(tokenizer: Tokenizer, prompt: ChatPrompt, num_tokens: int | None) -> ThinkingBudget | None:
-    """Nothing to limit where the answer does not begin with a thought.
-
-    Raises: ApiError when the model's format has no thoughts.
-    """
-    if num_tokens is None:
-        return None
-    if not prompt.format.reasoning:
-        raise ApiError(400, "thinking_token_budget: this model does not think", param="thinking_token_budget")
-    end_ids = tokenizer.encode(f"\n{THOUGHT_END}\n", add_special_tokens=False)
-    return ThinkingBudget(num_tokens, tuple(end_ids)) if prompt.thinking else None
 
 
 def usage(generation: Generation, num_reasoning_tokens: int | None = None) -> dict[str, Any]:
@@ -221,12 +177,6 @@ def usage(generation: Generation, num_reasoning_tokens: int | None = None) -> di
     if num_reasoning_tokens is not None:
         counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
     return counts
-
-
-def _logprobs(body: ChatRequest) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _stream_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

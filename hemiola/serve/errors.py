@@ -59,9 +59,10 @@ def of_engine(message: str) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], body: object) -> ApiError:
-    """Of pydantic's errors, the one that is deepest in the body: with alternatives, it is about the one meant."""
+    """Of pydantic's errors, the one that is deepest in the body: with alternatives, it is about the one meant. Of
+    several, the one about a wrong type of thing, from which the others follow."""
     paths = [_path(tuple(error["loc"]), body, str(error["type"])) for error in errors]
-    best = max(range(len(errors)), key=lambda i: (len(paths[i]), -i))
+    best = max(range(len(errors)), key=lambda i: (len(paths[i]), errors[i]["type"] == "literal_error", -i))
     param = _spell(paths[best])
     message = str(errors[best]["msg"])
     if errors[best]["type"] == "extra_forbidden":

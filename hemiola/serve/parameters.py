@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hemiola.config.sampling import SamplingParams
@@ -9,12 +10,9 @@ from hemiola.errors import RequestError
 from hemiola.serve.errors import of_request
 from hemiola.serve.schemas import SamplingFields
 
-# Which fields of SamplingParams the client calls otherwise.
-CHAT_NAMES = {"logprobs": "top_logprobs"}
-
 
 def sampling_params(
-    fields: SamplingFields, *, names: dict[str, str] | None = None, max_tokens: int | None, logprobs: int | None
+    fields: SamplingFields, *, names: Mapping[str, str] | None = None, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """names: what the client calls fields of SamplingParams. max_tokens: None is SamplingParams' own default.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 64
@@ -225,6 +225,123 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     suffix: Annotated[None, refused("the model continues text, it does not fill in")] = None
+
+
+class InputText(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class MessageItem(Strict):
+    """A message, also one of the model's own given back."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionCallItem(Strict):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionOutputItem(Strict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    status: str | None = None
+    encrypted_content: Annotated[None, refused("reasoning is given back as text")] = None
+
+
+def _item_type(item: Any) -> str:
+    """A message may leave its type out."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) else "message"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_type),
+]
+
+
+class FlatTool(Function):
+    type: Literal["function"]
+
+
+class FlatNamedTool(NamedFunction):
+    type: Literal["function"]
+
+
+class FlatJsonSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class TextOptions(Strict):
+    format: Annotated[TextFormat | JsonObjectFormat | FlatJsonSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Annotated[None, refused("the model has no such setting")] = None
+
+
+class ReasoningOptions(Strict):
+    effort: Effort | None = None
+    summary: Annotated[None, refused("reasoning is given whole")] = None
+
+
+class ResponsesRequest(SamplingFields, ThinkingFields):
+    """Nothing is stored: a conversation comes whole, in `input`."""
+
+    model: str | None = None
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    priority: int | None = None
+    return_metrics: bool | None = None
+    store: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    n: Annotated[None, refused("a response is one answer")] = None
+    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    previous_response_id: Annotated[None, refused("nothing is stored; send the conversation")] = None
+    conversation: Annotated[None, refused("nothing is stored; send the conversation")] = None
+    background: Literal[False] | None = None
+    prompt: Annotated[None, refused("nothing is stored; send the prompt itself")] = None
+    prompt_logprobs: Annotated[None, refused("use /v1/completions")] = None
+    top_logprobs: Annotated[None, refused("use /v1/chat/completions")] = None
 
 
 class TokenizeRequest(Strict):

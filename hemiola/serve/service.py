@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ class Service:
         params: Sequence[SamplingParams],
         *,
         origin: Origin,
-        names: dict[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
         priority: int = 0,
         thinking_budget: ThinkingBudget | None = None,
         with_paths: bool = False,
@@ -148,7 +148,7 @@ class Service:
         return generation
 
     def _check(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], names: dict[str, str] | None
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], names: Mapping[str, str] | None
     ) -> None:
         """What can be refused without the engine."""
         config = self.config
@@ -223,7 +223,7 @@ class Generation:
         self.num_cached_tokens = 0
         self.finishes: list[Finish] = []
 
-    async def begin(self, jobs: list[Job], names: dict[str, str] | None) -> None:
+    async def begin(self, jobs: list[Job], names: Mapping[str, str] | None) -> None:
         self._jobs = jobs
         self._num_open = sum(job.params.n for job in jobs)
         self._service.loop.submit(jobs)
