@@ -1,0 +1,35 @@
+"""Products with a bfloat16 weight: streamed for a few rows, otherwise cuBLAS, whose choices depend on their number."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hemiola.kernels.linear_dense import GemvTile, dot, gemv, gemv_tile
+from hemiola.kernels.quantize import finish
+from hemiola.kernels.split_k import DotTile
+
+GEMV_ROWS = 4
+GEMV = GemvTile(rows=2, columns=512)
+INVARIANT = DotTile(64, 64, 64, 4, 4)
+INVARIANT_ODD = DotTile(64, 64, 32, 2, 4)
+
+
+def linear_bf16(
+    x: Tensor,
+    weight: Tensor,
+    relu_squared: bool = False,
+    out_scale: float | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """x @ weight^T, finished as `hemiola.kernels.quantize` says.
+
+    x: (T, in), rows contiguous; weight: (out, in), contiguous; bfloat16. invariant: one tile for any T.
+    Returns (T, out) bfloat16, or float8_e4m3fn where out_scale is given.
+    """
+    num_tokens, in_size = x.shape
+    if invariant:
+        return dot(x, weight, 1.0, relu_squared, out_scale, INVARIANT_ODD if in_size % 8 else INVARIANT)
+    if num_tokens <= GEMV_ROWS and (tile := gemv_tile(GEMV, in_size)):
+        return gemv(x, weight, 1.0, relu_squared, out_scale, tile)
+    return finish(torch.nn.functional.linear(x, weight), relu_squared, out_scale)

@@ -1,0 +1,200 @@
+"""Products with an NVFP4 weight: decoded on its way into the tensor cores, or once into memory for very many tokens.
+
+Decoding costs integer instructions for every code, so that even one token is best served by the tensor cores, which
+leave the other units to it. Weight rows are on the side of the tile where the hardware wants 64; tokens on the side
+where it is content with 16. The decoded tile goes from registers into the product.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hemiola.kernels import nvfp4
+from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, is_interpreted, launch_options, uses_pdl
+from hemiola.kernels.prefetch import prefetch_rows
+from hemiola.kernels.quantize import finish, finish_tile
+from hemiola.kernels.split_k import DotTile, add_splits, split
+
+# By the most tokens that a tile is for. Above the last one the weight is decoded into memory.
+TILES = (
+    (16, DotTile(64, 16, 128, 5, 4, 528)),
+    (32, DotTile(64, 32, 128, 4, 4, 396)),
+    (64, DotTile(64, 64, 128, 4, 4, 264)),
+    (128, DotTile(64, 128, 64, 4, 4, 264)),
+    (512, DotTile(128, 128, 64, 4, 8, 132)),
+)
+INVARIANT = DotTile(64, 64, 128, 4, 4)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_nvfp4(
+    x_ptr,
+    packed_ptr,
+    scales_ptr,
+    y_ptr,
+    partial_ptr,
+    ticket_ptr,
+    x_stride,
+    alpha,
+    out_scale,
+    num_tokens,
+    num_rows,
+    num_columns,
+    row_bytes,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    RELU_SQUARED: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    BYTES: tl.constexpr = COLUMNS // 2
+    WORDS: tl.constexpr = COLUMNS // 32
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    # Rows and tokens past the end repeat the last one: they are computed, and not stored.
+    row = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    in_bytes = tl.arange(0, BYTES)
+    in_words = tl.arange(0, WORDS)
+    columns = in_bytes // 32 * 64 + in_bytes % 32  # of the lo codes; the hi ones are 32 further
+    row_ptr = packed_ptr + row * row_bytes
+    scale_row_ptr = scales_ptr + row * (row_bytes // 16)
+    packed_ptr = row_ptr[:, None] + in_bytes[None, :]
+    scales_ptr = scale_row_ptr[:, None] + in_words[None, :]
+    x_ptr += tl.minimum(tokens, num_tokens - 1).to(tl.int64)[None, :] * x_stride + columns[:, None]
+    steps = tl.cdiv(row_bytes, BYTES)
+    first = tl.program_id(2) * steps // tl.num_programs(2)
+    last = (tl.program_id(2) + 1) * steps // tl.num_programs(2)
+    if PDL:
+        prefetch_rows(row_ptr, first * BYTES, tl.minimum(last * BYTES, row_bytes))
+        prefetch_rows(scale_row_ptr, first * WORDS * 4, tl.minimum(last * BYTES, row_bytes) // 4)
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        if IS_EVEN:
+            packed = tl.load(packed_ptr + step * BYTES)
+            words = tl.load(scales_ptr + step * WORDS)
+            lo_x = tl.load(x_ptr + step * COLUMNS)
+            hi_x = tl.load(x_ptr + step * COLUMNS + 32)
+        else:
+            left = num_columns - step * COLUMNS
+            packed = tl.load(packed_ptr + step * BYTES, (in_bytes < row_bytes - step * BYTES)[None, :], 0)
+            words = tl.load(scales_ptr + step * WORDS, (in_words < row_bytes // 16 - step * WORDS)[None, :], 0)
+            lo_x = tl.load(x_ptr + step * COLUMNS, (columns < left)[:, None], 0.0)
+            hi_x = tl.load(x_ptr + step * COLUMNS + 32, (columns + 32 < left)[:, None], 0.0)
+        lo_scale, hi_scale = nvfp4.block_scales(words)
+        lo_scale = nvfp4.per_byte(lo_scale, ROWS, WORDS)
+        hi_scale = nvfp4.per_byte(hi_scale, ROWS, WORDS)
+        lo, hi = nvfp4.decode(packed, lo_scale, hi_scale, ASM)
+        acc = tl.dot(lo, lo_x, acc)
+        acc = tl.dot(hi, hi_x, acc)
+    is_mine = (tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
+    if IS_SPLIT:
+        acc, is_last = add_splits(acc, partial_ptr, ticket_ptr, ROWS, TOKENS)
+        is_mine = is_mine & is_last
+    y = finish_tile(acc * alpha, out_scale, RELU_SQUARED, QUANTIZES)
+    tl.store(y_ptr + tokens.to(tl.int64)[None, :] * num_rows + rows[:, None], y, mask=is_mine)
+
+
+@triton.jit
+def _dequantize(
+    packed_ptr,
+    scales_ptr,
+    y_ptr,
+    num_rows,
+    num_columns,
+    row_bytes,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    WORDS: tl.constexpr = BYTES // 16
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None]
+    in_bytes = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
+    in_words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
+    packed = tl.load(packed_ptr + row * row_bytes + in_bytes, in_bytes < row_bytes, 0)
+    words = tl.load(scales_ptr + row * (row_bytes // 16) + in_words, in_words < row_bytes // 16, 0)
+    lo_scale, hi_scale = nvfp4.block_scales(words)
+    lo_scale = nvfp4.per_byte(lo_scale, ROWS, WORDS)
+    hi_scale = nvfp4.per_byte(hi_scale, ROWS, WORDS)
+    lo, hi = nvfp4.decode(packed, lo_scale, hi_scale, ASM)
+    columns = in_bytes // 32 * 64 + in_bytes % 32
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    is_row = rows[:, None] < num_rows
+    tl.store(y_ptr + row * num_columns + columns, lo, mask=is_row & (columns < num_columns))
+    tl.store(y_ptr + row * num_columns + columns + 32, hi, mask=is_row & (columns + 32 < num_columns))
+
+
+def dequantize(packed: Tensor, scales: Tensor, num_columns: int) -> Tensor:
+    """(out, num_columns) bfloat16, exact: the weight over `nvfp4.REMAINDER` and without its tensor's scale."""
+    num_rows, row_bytes = packed.shape
+    weight = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=packed.device)
+    pdl, rows, num_bytes = uses_pdl(), 8, 256
+    _dequantize[(triton.cdiv(num_rows, rows), triton.cdiv(row_bytes, num_bytes))](
+        packed, scales, weight, num_rows, num_columns, row_bytes,
+        ROWS=rows, BYTES=num_bytes, PDL=pdl, ASM=not is_interpreted(), num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return weight
+
+
+def linear_nvfp4(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    scale: float,
+    relu_squared: bool = False,
+    out_scale: float | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """x @ (weight * scale)^T, finished as `hemiola.kernels.quantize` says.
+
+    x: (T, in) bfloat16, rows contiguous. packed, scales: of `nvfp4.pack_codes` and `nvfp4.pack_scales`. invariant: one
+    tile for any T. Returns (T, out) bfloat16, or float8_e4m3fn where out_scale is given.
+    """
+    num_tokens = len(x)
+    tile = INVARIANT if invariant else next((tile for most, tile in TILES if num_tokens <= most), None)
+    if tile is not None:
+        return dot(x, packed, scales, scale, relu_squared, out_scale, tile)
+    weight = dequantize(packed, scales, x.shape[1])
+    y = torch.empty(num_tokens, len(weight), dtype=x.dtype, device=x.device)
+    torch.addmm(y, x, weight.T, beta=0, alpha=scale * nvfp4.REMAINDER, out=y)
+    return finish(y, relu_squared, out_scale)
+
+
+def dot(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    scale: float,
+    relu_squared: bool,
+    out_scale: float | None,
+    tile: DotTile,
+) -> Tensor:
+    """The product in one kernel. Arguments as of `linear_nvfp4`."""
+    num_tokens, num_columns = x.shape
+    num_rows, row_bytes = packed.shape
+    y_dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
+    y, pdl = torch.empty(num_tokens, num_rows, dtype=y_dtype, device=x.device), uses_pdl()
+    if not y.numel():
+        return y
+    grid, partial, tickets = split(tile, num_rows, num_tokens, 2 * row_bytes, x.device)
+    _linear_nvfp4[grid](
+        x, packed, scales, y, partial, tickets, x.stride(0), scale * nvfp4.REMAINDER,
+        1.0 if out_scale is None else out_scale, num_tokens, num_rows, num_columns, row_bytes,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, IS_EVEN=num_columns % tile.columns == 0,
+        IS_SPLIT=grid[2] > 1, RELU_SQUARED=relu_squared, QUANTIZES=out_scale is not None, PDL=pdl,
+        ASM=not is_interpreted(), STAGES=tile.stages, num_warps=tile.warps, **launch_options(pdl),
+    )  # fmt: skip
+    return y
