@@ -74,7 +74,7 @@ def _by_expert(
     experts, counts = pairs.values.unique_consecutive(return_counts=True)
     sizes = counts + -counts % ROW_BLOCK
     padding_before = (sizes - counts).cumsum(0) - (sizes - counts)
-    rows = torch.empty_like(ids)
+    rows = torch.empty_like(ids, dtype=torch.int64)
     rows.view(-1)[pairs.indices] = torch.arange(ids.numel(), device=ids.device) + padding_before.repeat_interleave(
         counts
     )
