@@ -1,0 +1,166 @@
+"""Router of a mixture-of-experts layer: its logits, and the choice of experts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
+
+FEW_TOKENS = 8
+"""Most tokens for which a program takes one token and a few experts, without tensor cores."""
+
+MANY_TOKENS = 1024
+"""Least tokens for which a program takes all experts that fit, and reads its tokens once."""
+
+_DROPPED = tl.constexpr(-3.0e38)  # an expert of a group that is out of the choice: after all others, before those taken
+
+
+@triton.jit
+def logits_rows_kernel(
+    x, x_stride, gate, out,
+    num_experts: tl.constexpr, num_columns: tl.constexpr,
+    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    row = tl.minimum(expert, num_experts - 1)[:, None] * num_columns
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((EXPERTS, COLUMNS), tl.float32)
+    for start in tl.static_range(0, num_columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        is_column = column < num_columns
+        weight = tl.load(gate + row + column[None, :], mask=is_column[None, :], other=0.0).to(tl.float32)
+        values = tl.load(x + token * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
+        acc += weight * values[None, :]
+    tl.store(out + token * num_experts + expert, tl.sum(acc, axis=1), mask=expert < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def logits_tiles_kernel(
+    x, x_stride, gate, out, num_tokens,
+    num_experts: tl.constexpr, num_columns: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    x_row = x + tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None] * x_stride
+    gate_row = gate + (tl.minimum(expert, num_experts - 1) * num_columns)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    for start in tl.range(0, num_columns, COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        is_column = column < num_columns
+        values = tl.load(x_row + column[None, :], mask=is_column[None, :], other=0.0)
+        weight = tl.load(gate_row + column[:, None], mask=is_column[:, None], other=0.0)
+        if gate.dtype.element_ty == tl.float32:
+            acc = tl.dot(values.to(tl.float32), weight, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(values, weight, acc)
+    is_out = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
+    tl.store(out + token.to(tl.int64)[:, None] * num_experts + expert[None, :], acc, mask=is_out)
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, ids, weights,
+    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TAKEN_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, TOP_K_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token. Experts are a tile (groups, experts of a group), padded in both directions."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS_BLOCK)[:, None]
+    member = tl.arange(0, SIZE_BLOCK)[None, :]
+    expert = group * GROUP_SIZE + member
+    is_expert = (group < GROUPS) & (member < GROUP_SIZE)
+    correction = tl.load(bias + expert, mask=is_expert, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    scores = tl.sigmoid(tl.load(logits + token * (GROUPS * GROUP_SIZE) + expert, mask=is_expert, other=0.0))
+    choice = tl.where(is_expert, scores + correction, float("-inf"))
+    if TAKEN_GROUPS < GROUPS:
+        best = tl.max(choice, axis=1, keep_dims=True)
+        if GROUP_SIZE > 1:
+            first = tl.min(tl.where(choice == best, member, SIZE_BLOCK), axis=1, keep_dims=True)
+            best += tl.max(tl.where(member == first, float("-inf"), choice), axis=1, keep_dims=True)
+        mine = tl.where(group < GROUPS, best, float("-inf"))
+        others = tl.trans(mine)  # (1, GROUPS_BLOCK)
+        other = tl.arange(0, GROUPS_BLOCK)[None, :]
+        is_before = (others > mine) | ((others == mine) & (other < group))
+        rank = tl.sum(is_before.to(tl.int32), axis=1, keep_dims=True)
+        choice = tl.where(is_expert & (rank >= TAKEN_GROUPS), _DROPPED, choice)
+    expert = tl.where(is_expert, expert, GROUPS * GROUP_SIZE)
+    choice = tl.reshape(choice, (GROUPS_BLOCK * SIZE_BLOCK,))
+    scores = tl.reshape(scores, (GROUPS_BLOCK * SIZE_BLOCK,))
+    experts = tl.reshape(expert, (GROUPS_BLOCK * SIZE_BLOCK,))
+    k = tl.arange(0, TOP_K_BLOCK)
+    taken = tl.zeros((TOP_K_BLOCK,), tl.int32)
+    taken_scores = tl.zeros((TOP_K_BLOCK,), tl.float32)
+    for place in tl.static_range(TOP_K):
+        # The lowest id among the largest; some valid id where there are only NaNs.
+        best = tl.min(tl.where(choice == tl.max(choice, axis=0), experts, GROUPS * GROUP_SIZE - 1), axis=0)
+        score = tl.sum(tl.where(experts == best, scores, 0.0), axis=0)
+        taken = tl.where(k == place, best, taken)
+        taken_scores = tl.where(k == place, score, taken_scores)
+        choice = tl.where(experts == best, float("-inf"), choice)
+    if NORMALISE:
+        taken_scores = tl.div_rn(taken_scores, tl.broadcast_to(tl.sum(taken_scores, axis=0) + 1e-20, (TOP_K_BLOCK,)))
+    tl.store(ids + token * TOP_K + k, taken, mask=k < TOP_K)
+    tl.store(weights + token * TOP_K + k, taken_scores, mask=k < TOP_K)
+
+
+def router_logits(x: Tensor, gate: Tensor, *, invariant: bool = False) -> Tensor:
+    """x (T, hidden) bfloat16, rows may lie apart; gate (E, hidden) bfloat16 or float32. Returns (T, E) float32."""
+    (num_tokens, size), num_experts = x.shape, len(gate)
+    out = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    if num_tokens == 0:
+        return out
+    pdl = uses_pdl()
+    if num_tokens <= FEW_TOKENS and not invariant:
+        few = 2
+        logits_rows_kernel[triton.cdiv(num_experts, few), num_tokens](
+            x, x.stride(0), gate, out, num_experts=num_experts, num_columns=size,
+            EXPERTS=few, COLUMNS=min(1024, triton.next_power_of_2(size)), PDL=pdl,
+            num_warps=4, **launch_options(pdl),
+        )  # fmt: skip
+        return out
+    is_exact = gate.dtype == torch.float32
+    if num_tokens >= MANY_TOKENS and not invariant and not is_exact:
+        tokens, experts, columns, stages = 64, 128, 64, 4
+    else:
+        tokens, experts, columns, stages = 16, 32, 64 if is_exact else 256, 3
+    logits_tiles_kernel[triton.cdiv(num_tokens, tokens), triton.cdiv(num_experts, experts)](
+        x, x.stride(0), gate, out, num_tokens, num_experts=num_experts, num_columns=size,
+        TOKENS=tokens, EXPERTS=experts, COLUMNS=columns, STAGES=stages, PDL=pdl,
+        num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def moe_route(
+    logits: Tensor, bias: Tensor, top_k: int, router_groups: int, topk_router_groups: int, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    """logits (T, E) float32; bias (E,) float32; contiguous. Returns ids int32 and weights float32, both (T, top_k)."""
+    num_tokens, num_experts = logits.shape
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    if num_tokens == 0:
+        return ids, weights
+    groups, taken_groups = (router_groups, topk_router_groups) if topk_router_groups < router_groups else (1, 1)
+    size = num_experts // groups
+    pdl = uses_pdl()
+    route_kernel[(num_tokens,)](
+        logits, bias, ids, weights,
+        GROUPS=groups, GROUP_SIZE=size, TAKEN_GROUPS=taken_groups, TOP_K=top_k, NORMALISE=normalise,
+        GROUPS_BLOCK=triton.next_power_of_2(groups), SIZE_BLOCK=triton.next_power_of_2(size),
+        TOP_K_BLOCK=triton.next_power_of_2(top_k), PDL=pdl, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return ids, weights

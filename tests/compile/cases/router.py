@@ -1,0 +1,30 @@
+"""Router: Lightning's and Super's, few and many tokens, both types of the gate; grouped routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from hemiola.kernels.router import moe_route, router_logits
+
+
+def logits(num_tokens: int, num_experts: int, hidden: int, dtype: torch.dtype) -> object:
+    x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device="meta")
+    return router_logits(x, torch.empty(num_experts, hidden, dtype=dtype, device="meta"))
+
+
+def route(num_experts: int, top_k: int, groups: int, taken: int) -> object:
+    scores, bias = torch.empty(8, num_experts, device="meta"), torch.empty(num_experts, device="meta")
+    return moe_route(scores, bias, top_k, groups, taken, True)
+
+
+def cases() -> Iterable[tuple[str, Callable[[], object]]]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for num_tokens in (1, 64, 8192):
+            yield f"lightning-{num_tokens}-{dtype}", partial(logits, num_tokens, 128, 2688, dtype)
+    yield "super-64", partial(logits, 64, 512, 4096, torch.bfloat16)
+    yield "choice-lightning", partial(route, 128, 6, 1, 1)
+    yield "choice-super", partial(route, 512, 22, 1, 1)
+    yield "choice-grouped", partial(route, 24, 3, 3, 2)

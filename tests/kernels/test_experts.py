@@ -1,0 +1,205 @@
+"""Routed experts' kernels in the interpreter: every scheme, every way through a layer, sizes that fill no tile."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from hemiola.formats.weight import ExpertBank, Scheme, Weight
+from hemiola.kernels import experts as kernels
+from hemiola.kernels.experts import GroupTiles, RowTiles
+from hemiola.ops.device import moe_experts as device
+from hemiola.ops.resident import ResidentWeights
+from tests.support import weights as formats
+from tests.support.numerics import assert_ledger, bf16, generator, randn, uniform
+from tests.support.weights import SCHEMES, e4m3_nearest, random_weight
+
+NUM_EXPERTS = 5
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=[s.value for s in SCHEMES])
+
+
+def banks(g: torch.Generator, up: Scheme, down: Scheme, hidden: int, inter: int) -> tuple[ExpertBank, ExpertBank]:
+    """Each expert with scales of its own."""
+
+    def bank(name: str, scheme: Scheme, out_size: int, in_size: int) -> ExpertBank:
+        weights = [random_weight(g, f"{name}.{e}", scheme, out_size, in_size) for e in range(NUM_EXPERTS)]
+        return ExpertBank(name, tuple(scaled(w, 1 + e / 4) for e, w in enumerate(weights)))
+
+    return bank("up", up, inter, hidden), bank("down", down, hidden, inter)
+
+
+def scaled(weight: Weight, factor: float) -> Weight:
+    if weight.scale is None:
+        return weight
+    inner = None if weight.input_scale is None else weight.input_scale * factor
+    return dataclasses.replace(weight, scale=weight.scale * factor, input_scale=inner)
+
+
+def packed_on_cpu(up: ExpertBank, down: ExpertBank) -> tuple[kernels.ExpertWeights, kernels.ExpertWeights]:
+    resident = ResidentWeights(torch.device("cpu"))
+    return device.prepare(up, resident), device.prepare(down, resident)
+
+
+class Layer(NamedTuple):
+    packed: tuple[kernels.ExpertWeights, kernels.ExpertWeights]
+    values: Values
+
+
+@cache
+def layer(up: Scheme, down: Scheme, hidden: int, inter: int) -> Layer:
+    weights = banks(generator(hidden), up, down, hidden, inter)
+    return Layer(packed_on_cpu(*weights), Values(*weights))
+
+
+def routing(g: torch.Generator, num_tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Expert 1 is never taken."""
+    choices = torch.tensor([e for e in range(NUM_EXPERTS) if e != 1])
+    picks = [choices[torch.randperm(len(choices), generator=g)[:top_k]] for _ in range(num_tokens)]
+    return torch.stack(picks).int(), uniform(g, 0.1, 1.0, num_tokens, top_k)
+
+
+class Values:
+    """What the weights of two banks stand for, decoded once."""
+
+    def __init__(self, up: ExpertBank, down: ExpertBank) -> None:
+        self.up = [(formats.values(w), w.input_scale if w.scheme is Scheme.FP8 else None) for w in up]
+        self.down = [(formats.values(w), w.input_scale if w.scheme is Scheme.FP8 else None) for w in down]
+
+    def ledger(self, x: Tensor, ids: Tensor, weights: Tensor, scale: float, shared: Tensor | None) -> Tensor:
+        """The op with its roundings written out, float64."""
+        routed = torch.zeros(x.shape, dtype=torch.float64)
+        for token in range(x.shape[0]):
+            for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+                hidden = bf16(product(x[token].double(), *self.up[expert])).clamp(min=0)
+                routed[token] += bf16(product(bf16(hidden**2), *self.down[expert]) * weight)
+        routed = bf16(bf16(routed) * scale)
+        return routed if shared is None else bf16(routed + shared.double())
+
+
+def product(x: Tensor, weight: Tensor, input_scale: float | None) -> Tensor:
+    if input_scale is not None:
+        x = e4m3_nearest((x.float() / torch.tensor(input_scale)).double()) * input_scale
+    return weight @ x
+
+
+ROW_TILES = RowTiles(16, 32, 1, 1), RowTiles(8, 64, 1, 1)
+GROUPED = GroupTiles(16, 16, 16, 1, 1), GroupTiles(32, 16, 32, 1, 1)
+
+
+@every_scheme
+@pytest.mark.parametrize("path", ["rows", "groups", "single"])
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "inter", "top_k"),
+    [(1, 64, 32, 2), (3, 80, 48, 3), (4, 144, 80, 1)],
+)
+def test_every_path_keeps_the_ledger(
+    scheme: Scheme, path: str, num_tokens: int, hidden: int, inter: int, top_k: int
+) -> None:
+    g = generator(num_tokens)
+    packed, values = layer(scheme, scheme, hidden, inter)
+    wide = randn(g, num_tokens, hidden + 16, dtype=torch.bfloat16)
+    x, shared = wide[:, 16:], randn(g, num_tokens, hidden, dtype=torch.bfloat16)
+    ids, weights = routing(g, num_tokens, top_k)
+    if path == "rows":
+        result = kernels.experts_by_row(x, ids, weights, *packed, 2.5, shared, *ROW_TILES)
+    else:
+        result = kernels.experts_by_group(x, ids, weights, *packed, 2.5, shared, *GROUPED, single=path == "single")
+    ledger = values.ledger
+    other_ids = torch.where(ids == 0, 2, 0)
+    wrong = {
+        "no routed scale": ledger(x, ids, weights, 1.0, shared),
+        "no shared part": ledger(x, ids, weights, 2.5, None),
+        "other experts": ledger(x, other_ids, weights, 2.5, shared),
+        "equal weights": ledger(x, ids, torch.full_like(weights, 0.5), 2.5, shared),
+    }
+    assert_ledger(result, ledger(x, ids, weights, 2.5, shared), wrong)
+
+
+@pytest.mark.parametrize("up_scheme", SCHEMES, ids=[f"up-{s.value}" for s in SCHEMES])
+@pytest.mark.parametrize("down_scheme", SCHEMES, ids=[f"down-{s.value}" for s in SCHEMES])
+def test_schemes_of_up_and_down_may_differ(up_scheme: Scheme, down_scheme: Scheme) -> None:
+    g = generator(20)
+    packed, values = layer(up_scheme, down_scheme, 64, 32)
+    x, (ids, weights) = randn(g, 2, 64, dtype=torch.bfloat16), routing(g, 2, 2)
+    expected = values.ledger(x, ids, weights, 1.0, None)
+    assert_ledger(kernels.experts_by_row(x, ids, weights, *packed, 1.0, None, *ROW_TILES), expected, {})
+    assert_ledger(kernels.experts_by_group(x, ids, weights, *packed, 1.0, None, *GROUPED), expected, {})
+
+
+@every_scheme
+def test_negative_preactivations_give_exact_zeros(scheme: Scheme) -> None:
+    g = generator(15)
+    up, down = banks(g, scheme, scheme, 64, 32)
+    ones = {
+        Scheme.PLAIN: torch.ones(32, 64, dtype=torch.bfloat16),
+        Scheme.FP8: torch.ones(32, 64).to(torch.float8_e4m3fn),
+        Scheme.NVFP4: torch.full((32, 32), 0x22, dtype=torch.uint8),  # code 2 is 1.0
+    }[scheme]
+    up = ExpertBank("up", (dataclasses.replace(up[0], data=ones), *up.weights[1:]))
+    x = randn(g, 4, 64, dtype=torch.bfloat16).abs() + 0.01
+    x[::2] *= -1
+    ids, weights = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    packed = packed_on_cpu(up, down)
+    for result in (
+        kernels.experts_by_row(x, ids, weights, *packed, 1.0, None, *ROW_TILES),
+        kernels.experts_by_group(x, ids, weights, *packed, 1.0, None, *GROUPED),
+    ):
+        assert result[::2].eq(0).all()
+        assert result[1::2].ne(0).any(1).all()
+
+
+def test_the_sum_over_experts_is_float32() -> None:
+    """One large and many small expert outputs: a bfloat16 accumulator would swallow the small ones."""
+    codes = torch.ones(8, 16, 16, dtype=torch.bfloat16) / 16
+    bank = kernels.ExpertWeights(codes, None, None, None)
+    x, ids = torch.ones(1, 16, dtype=torch.bfloat16), torch.arange(8, dtype=torch.int32)[None]
+    weights = torch.tensor([[256.0] + [0.75] * 7])
+    for result in (
+        kernels.experts_by_row(x, ids, weights, bank, bank, 1.0, None, *ROW_TILES),
+        kernels.experts_by_group(x, ids, weights, bank, bank, 1.0, None, *GROUPED),
+    ):
+        assert result.eq(262.0).all()  # 261.25
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 5, 5), (40, 6, 3), (150, 40, 2)])
+def test_pairs_are_grouped_by_expert(
+    num_tokens: int, num_experts: int, top_k: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "ALIGN_CHUNK", 128)
+    g = generator(num_tokens)
+    ids = torch.stack([torch.randperm(num_experts, generator=g)[:top_k] for _ in range(num_tokens)]).int()
+    ids[ids == 3] = 0  # nobody takes expert 3; expert 0 may come twice in a token
+    groups = kernels.align(ids, num_experts, tile)
+    sorted_pairs: list[int] = []
+    tile_experts: list[int] = []
+    for expert in range(num_experts):
+        pairs = (ids.flatten() == expert).nonzero().flatten().tolist()
+        tiles = -(-len(pairs) // tile)
+        sorted_pairs += pairs + [ids.numel()] * (tiles * tile - len(pairs))
+        tile_experts += [expert] * tiles
+    assert groups.num_tiles.tolist() == [len(tile_experts)]
+    assert groups.tile_experts[: len(tile_experts)].tolist() == tile_experts
+    assert groups.sorted_pairs[: len(sorted_pairs)].tolist() == sorted_pairs
+
+
+@every_scheme
+def test_invariant_rows_do_not_depend_on_their_neighbours(scheme: Scheme) -> None:
+    g = generator(18)
+    packed = layer(scheme, scheme, 64, 32).packed
+    x, (ids, weights) = randn(g, 24, 64, dtype=torch.bfloat16), routing(g, 24, 2)
+    together = kernels.experts(x, ids, weights, *packed, 2.5, x, invariant=True)
+    alone = kernels.experts(x[5:6], ids[5:6], weights[5:6], *packed, 2.5, x[5:6], invariant=True)
+    assert torch.equal(alone[0], together[5])
+
+
+def test_no_tokens() -> None:
+    packed = layer(Scheme.PLAIN, Scheme.PLAIN, 64, 32).packed
+    x, ids, weights = torch.empty(0, 64).bfloat16(), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2)
+    for invariant in (False, True):
+        assert kernels.experts(x, ids, weights, *packed, 1.0, None, invariant=invariant).shape == (0, 64)
