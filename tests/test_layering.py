@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": {*BELOW_CONFIG, "config", "formats", "ops"},
     "cache": {*BELOW_CONFIG, "config", "model"},
     "engine": {*BELOW_CONFIG, "config", "formats", "ops", "model", "cache"},
+    "structured": {"errors", "config", "engine", "text"},
     "simulate": {*BELOW_CONFIG, "config", "model", "cache", "engine"},
 }
 TOP = {
@@ -51,6 +52,7 @@ ONLY_IN = {
     "fastapi": ("serve/",),
     "uvicorn": ("serve/",),
     "prometheus_client": ("serve/",),
+    "llguidance": ("structured/",),
     "rich": ("cli/", "inspect.py", "loading.py", "llm.py", "simulate/table.py"),
     "transformers": (),
     "os": ("config/", "formats/", "quantize/", "cli/"),

@@ -51,7 +51,7 @@ def constrain(logits: Tensor, requests: Sequence[ConstrainedRequest]) -> Tensor:
     num_words = -(-logits.shape[1] // WORD_BITS)
     is_device = logits.device.type != "cpu"
     masks = torch.empty(len(constrained), num_words, dtype=torch.int32, pin_memory=is_device)
-    rows = []
+    rows: list[int] = []
     for row, request, constraint in constrained:
         for token_id in request.output_ids[constraint.num_accepted :]:
             constraint.accept(token_id)
@@ -60,12 +60,14 @@ def constrain(logits: Tensor, requests: Sequence[ConstrainedRequest]) -> Tensor:
     if not rows:
         return logits
     allowed = unpack(masks[: len(rows)].to(logits.device, non_blocking=True), logits.shape[1])
+    if len(rows) == len(requests):
+        return logits.masked_fill(~allowed, float("-inf"))
     logits = logits.clone()
     logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
     return logits
 
 
 def unpack(masks: Tensor, vocab_size: int) -> Tensor:
-    """Bits (R, W) int32 as (R, V) truth values."""
-    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device)
-    return ((masks[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    """Bits (R, W) int32 as (R, V) truth values, by bytes (which are in order on every machine that torch runs on)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    return ((masks.view(torch.uint8)[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]

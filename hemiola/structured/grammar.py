@@ -133,7 +133,7 @@ class _XmlGrammar:
         types: frozenset[str],
     ) -> list[str]:
         schema = parameters["properties"][key]
-        values = schema.get("enum") if isinstance(schema, Mapping) else None
+        values: list[Any] = (schema.get("enum") if isinstance(schema, Mapping) else None) or []
         rules: list[str] = []
 
         def after_text(tag: str, after: str) -> str:

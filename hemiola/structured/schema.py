@@ -59,9 +59,9 @@ def rerooted(schema: Any, path: str) -> Any:
     """A schema whose own references ("#/$defs/x") hold where it stands at `path` ("/items") in another."""
     if isinstance(schema, Mapping):
         parts = {key: rerooted(value, path) for key, value in schema.items()}
-        reference = schema.get("$ref")
-        is_own = isinstance(reference, str) and reference.startswith("#")
-        return parts | ({"$ref": f"#{path}{reference[1:]}"} if is_own else {})
+        if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+            parts["$ref"] = f"#{path}{reference[1:]}"
+        return parts
     return [rerooted(item, path) for item in schema] if isinstance(schema, list) else schema
 
 

@@ -26,6 +26,7 @@ class Request:
     prompt_ids: list[int] = field(default_factory=lambda: [1])
     output_ids: list[int] = field(default_factory=list)
     seed: int = 0
+    constraint: None = None
 
     @property
     def num_outputs(self) -> int:
