@@ -15,10 +15,11 @@ from starlette.responses import Response
 from hemiola.serve.answers import ChatAnswer
 from hemiola.serve.encoding import DONE, event
 from hemiola.serve.errors import ApiError
+from hemiola.serve.generation import Generation, Origin
 from hemiola.serve.loop import Update
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import ChatRequest
-from hemiola.serve.service import Generation, Origin, Service
+from hemiola.serve.service import Service
 from hemiola.serve.tokens import chat_logprobs, prompt_logprobs
 from hemiola.serve.turn import Turn, Wish
 from hemiola.text.chat_output import ChatDelta
@@ -56,6 +57,7 @@ class _Answering:
                 "logprobs": "top_logprobs",
                 "effort": "reasoning_effort",
                 "max_tokens": "max_tokens" if asked is None else "max_completion_tokens",
+                **({"structured.json_schema": "response_format.json_schema.schema"} if body.response_format else {}),
             },
             tools=body.tools,
             tool_choice=body.tool_choice,

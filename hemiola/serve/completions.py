@@ -20,11 +20,12 @@ from hemiola.errors import HemiolaError
 from hemiola.serve.chat import usage
 from hemiola.serve.encoding import DONE, event
 from hemiola.serve.errors import ApiError, of_engine, of_request
+from hemiola.serve.generation import Generation, Origin
 from hemiola.serve.loop import Finish, Update
-from hemiola.serve.parameters import sampling_params
+from hemiola.serve.parameters import STRUCTURED_NAMES, sampling_params
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import CompletionRequest
-from hemiola.serve.service import Generation, Origin, Service
+from hemiola.serve.service import Service
 from hemiola.serve.tokens import CompletionLogprobs, prompt_logprobs
 from hemiola.text.tokenizer import Tokenizer
 
@@ -80,6 +81,7 @@ class _Answering:
             prompts,
             [params] * len(prompts),
             origin=origin,
+            names=STRUCTURED_NAMES,
             priority=body.priority or 0,
             with_paths=bool(body.return_metrics),
         )

@@ -40,16 +40,16 @@ class ApiError(Exception):
 
 
 def of_request(error: HemiolaError, names: Mapping[str, str] | None = None) -> ApiError:
-    """The client's fault. names: what the client calls a field that the engine calls otherwise."""
-    where = _REQUEST_ID.sub("", str(error.where or "")) or None
-    code = "context_length_exceeded" if isinstance(error, CapacityError) else None
-    field = re.split(r"[.\[,]", where)[0] if where else None
-    if field is not None and names and field in names:
-        where = names[field] + where[len(field) :] if where else None
-    is_field = where is not None and re.fullmatch(r"[A-Za-z_][\w.\[\]'\"-]*", where) is not None
+    """The client's fault. names: what the client calls a field that the engine calls otherwise; also paths."""
+    where = _REQUEST_ID.sub("", str(error.where or ""))
     message = _REQUEST_ID.sub("", str(error))
-    if field is not None and names and field in names:
-        message = message.replace(field, names[field], 1)
+    for own, theirs in sorted((names or {}).items(), key=lambda pair: -len(pair[0])):
+        if re.match(rf"{re.escape(own)}(?![\w])", where):
+            message = theirs + message.removeprefix(own)
+            where = theirs + where.removeprefix(own)
+            break
+    is_field = re.fullmatch(r"[A-Za-z_][^\s/]*", where) is not None
+    code = "context_length_exceeded" if isinstance(error, CapacityError) else None
     return ApiError(400, message, param=where if is_field else None, code=code)
 
 

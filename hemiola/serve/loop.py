@@ -23,7 +23,6 @@ from hemiola.ops import Path
 
 SNAPSHOT_SECONDS = 0.25  # how old the published figures may be while the engine is busy
 MAX_FAILED_STEPS = 2  # in a row; then what is open ends with the error
-THOUGHT_END = "</think>"
 
 # What a step can raise that another step may survive; the engine has forgotten all cached content then.
 _STEP_FAULTS = (
@@ -40,14 +39,6 @@ _STEP_FAULTS = (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
-    """After num_tokens ids without an end of the thought, end_ids are said in the place of what is sampled."""
-
-    num_tokens: int
-    end_ids: tuple[int, ...]
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """One prompt for the engine. index: the listener's number for it.
@@ -61,7 +52,6 @@ class Job:
     prompt_ids: list[int]
     params: SamplingParams
     receive: Callable[[Job, Update | HemiolaError | None], None]
-    thinking_budget: ThinkingBudget | None = None
     priority: int = 0
     with_paths: bool = False
     scheduled_s: float | None = field(default=None, init=False)
@@ -103,6 +93,13 @@ class EngineSnapshot:
     paths: dict[Path, int]
 
 
+class ShuttingDown(HemiolaError):
+    """A request ended because the server does."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
 Message = tuple[Job, Update | HemiolaError | None]  # None: taken up by the engine
 Command = Callable[[], None]
 
@@ -130,7 +127,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End what is open, end the thread and wait for it."""
-        self.fail_all(RequestError("the server is shutting down"))
+        self.fail_all(ShuttingDown())
         self._inbox.put(self._stop)
         if self._thread.ident is not None:
             self._thread.join()
@@ -242,8 +239,6 @@ class EngineLoop:
                 job.scheduled_s = started_s
             if delta.new_ids or delta.choice.finished:
                 self._outbox.append((job, _update(delta, now)))
-                if job.thinking_budget is not None and not delta.choice.finished:
-                    _end_thought(delta, job.thinking_budget)
         # After the loop: an answer's last choices may end in the same step.
         for answer in {delta.answer for delta in deltas if delta.answer.finished}:
             job = self._jobs.pop(answer)
@@ -287,10 +282,3 @@ def _update(delta: Delta, now: float) -> Update:
     is_first = len(request.output_ids) == len(delta.new_ids)
     prompt_logprobs = request.prompt_logprobs if is_first and request.params.prompt_logprobs is not None else None
     return Update(delta.choice.index, delta.text, delta.new_ids, logprobs, now, finish, prompt_logprobs)
-
-
-def _end_thought(delta: Delta, budget: ThinkingBudget) -> None:
-    """Force the end of a thought that is over its budget, once."""
-    request = delta.choice.request
-    if len(request.output_ids) == budget.num_tokens and THOUGHT_END not in delta.choice.text:
-        request.params = replace(request.params, forced_output_ids=(*request.output_ids, *budget.end_ids))

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hemiola.serve.encoding import EventStream, closing, json_response, while_connected
-from hemiola.serve.service import Generation, Origin
+from hemiola.serve.generation import Generation, Origin
 
 CLIENT_GONE = 499  # nobody reads it
 

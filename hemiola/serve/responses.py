@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from hemiola.serve.encoding import event
 from hemiola.serve.errors import ApiError
+from hemiola.serve.generation import Generation, Origin
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import (
     AssistantMessage,
@@ -40,7 +41,7 @@ from hemiola.serve.schemas import (
     ToolMessage,
     UserMessage,
 )
-from hemiola.serve.service import Generation, Origin, Service
+from hemiola.serve.service import Service
 from hemiola.serve.turn import Turn, Wish
 from hemiola.text.chat_output import ChatDelta
 
@@ -74,7 +75,12 @@ class _Answering:
         wish = Wish(
             body,
             _messages(body),
-            {"max_tokens": "max_output_tokens", "effort": "reasoning.effort", "response_format": "text.format"},
+            {
+                "max_tokens": "max_output_tokens",
+                "effort": "reasoning.effort",
+                "response_format": "text.format",
+                **({"structured.json_schema": "text.format.schema"} if body.text else {}),
+            },
             tools=[_tool(tool) for tool in body.tools] if body.tools else None,
             tool_choice=_tool_choice(body),
             parallel_tool_calls=body.parallel_tool_calls is not False,

@@ -124,7 +124,7 @@ class JsonObjectFormat(Strict):
 class JsonSchema(Strict):
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -147,6 +147,21 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+class StructuredOutputs(Strict):
+    """vLLM's field for outputs of a given form; exactly one of them."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    json_object: Literal[True] | None = None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """As fields of StructuredSpec."""
+        fields = self.model_dump(exclude_none=True)
+        return fields | ({"json_schema": fields.pop("json_")} if self.json_ is not None else {})
+
+
 class SamplingFields(Strict):
     """Fields that mean a SamplingParams field of the same name, and what all generating endpoints share."""
 
@@ -167,6 +182,7 @@ class SamplingFields(Strict):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class GenerationFields(SamplingFields):

@@ -8,13 +8,27 @@ from typing import Any
 
 from hemiola.serve.answers import ChatAnswer
 from hemiola.serve.errors import ApiError
-from hemiola.serve.loop import THOUGHT_END, ThinkingBudget
-from hemiola.serve.parameters import sampling_params
-from hemiola.serve.prompts import ChatPrompt, chat_prompt, effort_switches
-from hemiola.serve.schemas import Message, NamedTool, ResponseFormat, SamplingFields, TextFormat, Tool
-from hemiola.serve.service import Generation, Origin, Service
+from hemiola.serve.generation import Generation, Origin
+from hemiola.serve.parameters import STRUCTURED_NAMES, sampling_params
+from hemiola.serve.prompts import chat_prompt, effort_switches
+from hemiola.serve.schemas import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    SamplingFields,
+    Tool,
+)
+from hemiola.serve.service import Service
 from hemiola.text.chat_output import ChatParser
 from hemiola.text.tokenizer import Tokenizer
+
+_NAMES = {
+    **STRUCTURED_NAMES,
+    "thinking_budget": "thinking_token_budget",
+    "structured.tools": "tools",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +69,27 @@ class Turn:
         """Raises: ApiError."""
         tokenizer = service.need_tokenizer()
         tools = _offered(wish)
-        _refuse_constraints(wish)
         switches = effort_switches(tokenizer, wish.effort, wish.names.get("effort", "effort"))
         prompt = await chat_prompt(
             tokenizer, wish.messages, tools, {**switches, **(wish.switches or {})}, wish.add_generation_prompt
         )
+        if wish.thinking_token_budget is not None and not prompt.format.reasoning:
+            raise ApiError(400, "thinking_token_budget: this model does not think", param="thinking_token_budget")
+        names = {**_NAMES, **_name_of_tool(wish), **wish.names}
         params = sampling_params(
             wish.fields,
-            names=wish.names,
+            names=names,
             max_tokens=service.room_for_output(prompt.ids) if wish.max_tokens is None else wish.max_tokens,
             logprobs=wish.logprobs,
+            structured=_structure(wish, tools),
+            thinking_budget=wish.thinking_token_budget,
         )
         generation = await service.generate(
             [prompt.ids],
             [params],
             origin=origin,
-            names=wish.names,
+            names=names,
             priority=wish.priority,
-            thinking_budget=_thinking_budget(tokenizer, prompt, wish.thinking_token_budget),
             with_paths=wish.with_paths,
         )
         plain_tools = [tool.model_dump(exclude_none=True) for tool in tools or []]
@@ -111,23 +128,33 @@ def _offered(wish: Wish) -> Sequence[Tool] | None:
     return tools
 
 
-def _refuse_constraints(wish: Wish) -> None:
-    """Raises: ApiError for what would need the output to be constrained."""
-    if wish.response_format is not None and not isinstance(wish.response_format, TextFormat):
-        name = wish.names.get("response_format", "response_format")
-        raise ApiError(400, f"{name}: only text is supported", param=name)
-    if wish.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice: only none and auto are supported", param="tool_choice")
+def _name_of_tool(wish: Wish) -> dict[str, str]:
+    """A tool that is called by name is the only one in a structure."""
+    choice = wish.tool_choice
+    if not isinstance(choice, NamedTool):
+        return {}
+    places = [i for i, tool in enumerate(wish.tools or []) if tool.function.name == choice.function.name]
+    return {"structured.tools[0]": f"tools[{places[0]}]"} if places else {}
 
 
-def _thinking_budget(tokenizer: Tokenizer, prompt: ChatPrompt, num_tokens: int | None) -> ThinkingBudget | None:
-    """Nothing to limit where the answer does not begin with a thought.
+def _structure(wish: Wish, tools: Sequence[Tool] | None) -> dict[str, Any] | None:
+    """Fields of StructuredSpec for what the answer has to be; None when that is anything.
 
-    Raises: ApiError when the model's format has no thoughts.
+    Raises: ApiError for wishes that exclude each other.
     """
-    if num_tokens is None:
-        return None
-    if not prompt.format.reasoning:
-        raise ApiError(400, "thinking_token_budget: this model does not think", param="thinking_token_budget")
-    end_ids = tokenizer.encode(f"\n{THOUGHT_END}\n", add_special_tokens=False)
-    return ThinkingBudget(num_tokens, tuple(end_ids)) if prompt.thinking else None
+    form, choice = wish.response_format, wish.tool_choice
+    structure: dict[str, Any] | None = None
+    if isinstance(form, JsonSchemaFormat):
+        structure = {"json_schema": form.json_schema.schema_}
+    elif isinstance(form, JsonObjectFormat):
+        structure = {"json_object": True}
+    if tools and choice not in (None, "none", "auto"):
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        if structure is not None or wish.fields.structured_outputs is not None:
+            raise ApiError(400, "tool_choice: a call and another form cannot both be required", param="tool_choice")
+        offered = [tool.model_dump(exclude_none=True) for tool in tools if named in (None, tool.function.name)]
+        return {"tools": offered, "parallel_tool_calls": wish.parallel_tool_calls and named is None}
+    if structure is not None and wish.fields.structured_outputs is not None:
+        name = wish.names.get("response_format", "response_format")
+        raise ApiError(400, f"{name}: structured_outputs says the form already", param=name)
+    return structure

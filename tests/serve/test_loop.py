@@ -12,7 +12,7 @@ from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import FinishReason
 from hemiola.errors import CapacityError, HemiolaError, RequestError
 from hemiola.front import Front
-from hemiola.serve.loop import EngineLoop, Job, Message, ThinkingBudget, Update
+from hemiola.serve.loop import EngineLoop, Job, Message, Update
 from hemiola.text.tokenizer import Tokenizer
 from tests.support.scripted_model import scripted_front
 
@@ -27,8 +27,8 @@ class Running:
         self.batches: queue.Queue[list[Message]] = queue.Queue()
         self.loop = EngineLoop(front, self.batches.put)
 
-    def job(self, prompt_ids: list[int], budget: ThinkingBudget | None = None, **params: Any) -> Job:
-        return Job(0, prompt_ids, SamplingParams(**params), lambda job, message: None, budget)
+    def job(self, prompt_ids: list[int], **params: Any) -> Job:
+        return Job(0, prompt_ids, SamplingParams(**params), lambda job, message: None)
 
     def collect(self, job: Job) -> list[Update | HemiolaError | None]:
         """Everything for one job up to its end."""
@@ -148,30 +148,6 @@ def test_what_no_step_may_raise_ends_the_thread_and_every_request(
     running.loop._thread.join(10)
     assert not running.loop.is_alive
     assert not running.loop.healthy
-
-
-def test_a_thought_over_its_budget_is_ended(run: Callable[..., Running], text_tokenizer: Tokenizer) -> None:
-    end = text_tokenizer.encode("\n</think>\n")
-    said = [100, 101, *end, 102, 11]
-    # The scripted model goes on from what it is made to say, and has more to say where it is not.
-    running = run({(20,): said, (21,): [100, 13, 102, 103, 104, 11]})
-    job = running.job([20], ThinkingBudget(2, tuple(end)), max_tokens=20)
-    running.loop.submit([job])
-    ids = [token for update in updates(running.collect(job)) for token in update.token_ids]
-    assert ids == said
-    job = running.job([21], ThinkingBudget(3, tuple(end)), max_tokens=20)
-    running.loop.submit([job])
-    ids = [token for update in updates(running.collect(job)) for token in update.token_ids]
-    assert ids == [100, 13, 102, 103, 104, 11], "a thought that has ended is left alone"
-
-
-def test_the_budget_forces_what_would_not_be_said(run: Callable[..., Running], text_tokenizer: Tokenizer) -> None:
-    end = tuple(text_tokenizer.encode("\n</think>\n"))
-    running = run({(20,): [100, 101, 102, 103, 104, 105, 106, 107, 108]})
-    job = running.job([20], ThinkingBudget(2, end), max_tokens=2 + len(end))
-    running.loop.submit([job])
-    ids = [token for update in updates(running.collect(job)) for token in update.token_ids]
-    assert ids == [100, 101, *end]
 
 
 def test_figures_are_there_when_it_is_idle(run: Callable[..., Running]) -> None:
