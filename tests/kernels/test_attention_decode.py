@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hemiola.kernels.attention_decode import DecodeTiling, attention_decode
+from hemiola.ops.paged_attention import paged_attention_decode
 from tests.support.numerics import assert_ledger, bf16, generator, randn
-from tests.support.paged import Paged, assert_separates, attend
+from tests.support.paged import Paged, attend
+from tests.support.separation import assert_separates
 
 SMALL = DecodeTiling(block_n=16, min_tiles=1)
 E4M3 = torch.float8_e4m3fn
@@ -35,25 +37,25 @@ def test_equals_float64(
     g = generator(heads * head_dim)
     lengths = [1, 15, 16, 17, 63, 70]
     paged = Paged(g, lengths, kv_heads, head_dim, dtype, block_size=block_size)
-    q = randn(g, len(lengths), heads, head_dim, dtype=torch.bfloat16)
+    q = (2 * randn(g, len(lengths), heads, head_dim)).bfloat16()
     scale = head_dim**-0.5
     out = run(q, paged, scale, tiling=tiling)
+    reference = paged_attention_decode(q, paged.k_cache, paged.v_cache, paged.table, paged.lens, scale, 0.5, 2.0)
     k_scale, v_scale = (0.5, 2.0) if dtype == E4M3 else (1.0, 1.0)
 
     def exact(k_scale: float = k_scale, v_scale: float = v_scale, **defect: object) -> Tensor:
         rows = zip(q, paged.keys, paged.values, strict=True)
         return torch.cat([attend(x[None], k * k_scale, v * v_scale, scale, **defect) for x, k, v in rows])
 
-    defects = {"scores without their scale": exact(k_scale=2 * k_scale), "values' scale": exact(v_scale=1.5 * v_scale)}
+    defects = {"scores' scale": exact(k_scale=1.2 * k_scale), "values' scale": exact(v_scale=1.2 * v_scale)}
     if kv_heads not in (1, heads):
         defects["heads in turns"] = exact(interleaved=True)
-    assert_separates(out, exact(), defects)
+    assert_separates("all", out, reference, exact(), defects)
     longest = len(lengths) - 1
     last = (q[longest:], paged.keys[longest] * k_scale, paged.values[longest] * v_scale, scale)
-    hidden = {"the last token": slice(69, 70), "the first": slice(0, 1), "a tile": slice(16, 32)}
-    assert_separates(
-        out[longest:], attend(*last), {name: attend(*last, hide=where) for name, where in hidden.items()}, gap=2.0
-    )
+    hidden = {"last token": slice(69, 70), "first": slice(0, 1), "a tile": slice(16, 32)}
+    wrong = {name: attend(*last, hide=where) for name, where in hidden.items()}
+    assert_separates("longest", out[longest:], reference[longest:], attend(*last), wrong)
 
 
 def test_ledger() -> None:

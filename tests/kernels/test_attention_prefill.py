@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from hemiola.kernels.attention_prefill import PrefillTiling, attention_prefill
+from hemiola.ops.paged_attention import paged_attention_prefill
 from tests.support.numerics import generator, randn
-from tests.support.paged import Paged, assert_separates, attend
+from tests.support.paged import Paged, attend
+from tests.support.separation import assert_separates
 
 TILING = PrefillTiling(block_m=32, block_n=16, num_warps=4, num_stages=1)
 E4M3 = torch.float8_e4m3fn
@@ -20,9 +22,7 @@ def starts_of(counts: list[int]) -> Tensor:
 
 def run(q: Tensor, paged: Paged, counts: list[int], scale: float, tiling: PrefillTiling = TILING) -> Tensor:
     caches = paged.k_cache, paged.v_cache, paged.table
-    return attention_prefill(
-        q, *caches, starts_of(counts), paged.lens, scale, 0.5, 2.0, max(counts), tiling=tiling
-    )
+    return attention_prefill(q, *caches, starts_of(counts), paged.lens, scale, 0.5, 2.0, max(counts), tiling=tiling)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
@@ -35,9 +35,11 @@ def test_equals_float64(heads: int, kv_heads: int, head_dim: int, block_size: in
     g = generator(heads * head_dim)
     lengths, counts = [1, 17, 40, 33], [1, 17, 7, 1]
     paged = Paged(g, lengths, kv_heads, head_dim, dtype, block_size=block_size)
-    q = randn(g, sum(counts), heads, head_dim, dtype=torch.bfloat16)
+    q = (2 * randn(g, sum(counts), heads, head_dim)).bfloat16()
     scale = head_dim**-0.5
     out = run(q, paged, counts, scale)
+    caches = paged.k_cache, paged.v_cache, paged.table
+    reference = paged_attention_prefill(q, *caches, starts_of(counts), paged.lens, scale, 0.5, 2.0)
     k_scale, v_scale = (0.5, 2.0) if dtype == E4M3 else (1.0, 1.0)
     pieces = q.split(counts)
 
@@ -45,17 +47,17 @@ def test_equals_float64(heads: int, kv_heads: int, head_dim: int, block_size: in
         rows = zip(pieces, paged.keys, paged.values, strict=True)
         return torch.cat([attend(x, k * k_scale, v * v_scale, scale, **defect) for x, k, v in rows])
 
-    defects = {"scores without their scale": exact(k_scale=2 * k_scale), "values' scale": exact(v_scale=1.5 * v_scale)}
+    defects = {"scores' scale": exact(k_scale=1.2 * k_scale), "values' scale": exact(v_scale=1.2 * v_scale)}
     if kv_heads not in (1, heads):
         defects["heads in turns"] = exact(interleaved=True)
-    assert_separates(out, exact(), defects)
+    assert_separates("all", out, reference, exact(), defects)
     third = (pieces[2], paged.keys[2] * k_scale, paged.values[2] * v_scale, scale)
-    future = attend(pieces[2][:-1], *third[1:])  # every query but the last looks one token too far
-    results = out.split(counts)[2]
-    assert_separates(results[:-1], attend(*third)[:-1], {"one token too far": future}, gap=2.0)
-    hidden = {"the last token": slice(39, 40), "the first": slice(0, 1), "a tile": slice(16, 32)}
+    ours, theirs, right = out.split(counts)[2], reference.split(counts)[2], attend(*third)
+    future = {"one token too far": attend(pieces[2][:-1], *third[1:])}
+    assert_separates("all but its last token", ours[:-1], theirs[:-1], right[:-1], future)
+    hidden = {"last token": slice(39, 40), "first": slice(0, 1), "a tile": slice(16, 32)}
     wrong = {name: attend(*third, hide=where)[-1:] for name, where in hidden.items()}
-    assert_separates(results[-1:], attend(*third)[-1:], wrong, gap=2.0)
+    assert_separates("last token", ours[-1:], theirs[-1:], right[-1:], wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])

@@ -1,4 +1,4 @@
-"""Paged KV caches for tests of attention, the exact result in float64, and wrong results that a test must tell apart.
+"""Paged KV caches for tests of attention, the exact result in float64, and defects of it.
 
 Runs on any device. Blocks are scattered, everything that no token owns is NaN, and a table's unused entries point far
 outside of the cache.
@@ -7,12 +7,10 @@ outside of the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from tests.support.numerics import relative_error
 
 OUTSIDE = -(2**30)  # an entry that nothing may follow
 
@@ -75,13 +73,3 @@ def attend(
     if hide is not None:
         hidden[:, hide] = True
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -math.inf).softmax(-1), values[:, of_head])
-
-
-def assert_separates(result: Tensor, exact: Tensor, defects: Mapping[str, Tensor], gap: float = 4.0) -> None:
-    """The result is `gap` times nearer to the exact values than the mildest of the defects is."""
-    error = relative_error(result, exact)
-    wrong = {name: relative_error(defect, exact) for name, defect in defects.items()}
-    listing = ", ".join(f"{name} {value:.2e}" for name, value in wrong.items())
-    print(f"error {error:.2e}; {listing}")
-    mildest = min(wrong.values())
-    assert error * gap <= mildest, f"error {error:.3g} is not {gap} times below the mildest defect's {mildest:.3g}"
