@@ -32,7 +32,7 @@ _CHUNK_BYTES = 1 << 26  # packed at a time, so that temporaries stay small besid
 
 def padded_columns(columns: int) -> int:
     """Columns of a packed row: whole groups."""
-    return triton.cdiv(columns, GROUP) * GROUP
+    return -(-columns // GROUP) * GROUP
 
 
 def pack_codes(data: Tensor) -> Tensor:
