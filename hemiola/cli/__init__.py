@@ -1,4 +1,4 @@
-"""The command line: `hemiola generate`, `inspect`, `quantize`, `bench`, `doctor`, `serve`, `simulate`; one file per command.
+"""The command line: `hemiola generate`, `serve`, `load`, `bench` and the others; one file per command.
 
 Commands import torch and the engine only when they run, so that `hemiola --help` answers at once.
 """
@@ -17,6 +17,7 @@ from hemiola.cli.doctor import doctor
 from hemiola.cli.ending import Commands
 from hemiola.cli.generate import generate
 from hemiola.cli.inspect import inspect
+from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
 from hemiola.cli.serve import serve
 from hemiola.cli.simulate import simulate
@@ -36,6 +37,7 @@ app.command()(quantize)
 app.command()(bench)
 app.command()(doctor)
 app.command()(serve)
+app.command()(load)
 app.command()(simulate)
 
 
