@@ -13,7 +13,7 @@ Both compute the same roundings; their sums run in different orders.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -359,6 +359,10 @@ def combine_kernel(
 
 # ------------------------------------------------------------------------------------------------ launchers
 
+# Compute capabilities with no more than 99 KB of shared memory, where the largest tiles are buffered twice only.
+SMALL_SHARED = (86, 89, 120, 121)
+# Where decoded tiles of 128 rows are kept in tensor memory, eight of them are more than it holds.
+TENSOR_MEMORY = (100, 103)
 # By scheme. Few tokens: (up, down).
 ROW_TILES = {
     NVFP4: (RowTiles(16, 128, 4, 3), RowTiles(8, 128, 2, 3)),
@@ -410,7 +414,12 @@ def experts(
 
 def group_tiles(scheme: int, per_expert: float) -> GroupTiles:
     """The tile for so many pairs an expert."""
-    return next(tiles for least, tiles in reversed(GROUP_TILES[scheme]) if per_expert >= least)
+    if scheme == NVFP4 and capability() in TENSOR_MEMORY:
+        per_expert = min(per_expert, 24.0)
+    tiles = next(tiles for least, tiles in reversed(GROUP_TILES[scheme]) if per_expert >= least)
+    if capability() in SMALL_SHARED:
+        return replace(tiles, num_stages=2)
+    return tiles
 
 
 def experts_by_row(

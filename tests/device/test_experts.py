@@ -1,0 +1,278 @@
+"""Routed experts on a GPU against a float64 ledger: real and odd sizes, every tile of the tables, seeded defects.
+
+The bound of each comparison lies between the error that was measured and that of the smallest defect, which has to be
+several times larger. Fresh random inputs; outputs come out of memory that was full of NaN.
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from hemiola.formats.weight import ExpertBank, Scheme, Weight
+from hemiola.kernels import experts as kernels
+from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
+from hemiola.kernels.nvfp4_words import REMAINDER, pack_words, words_per_row
+from hemiola.ops.device import moe_experts as device
+from hemiola.ops.resident import ResidentWeights
+from tests.support.weights import E2M1, SCHEMES
+
+SEED = secrets.randbelow(2**31)
+GAP = 4.0  # how many times larger the smallest defect's error has to be
+KERNELS = {Scheme.PLAIN: BF16, Scheme.FP8: FP8, Scheme.NVFP4: NVFP4}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=[s.value for s in SCHEMES])
+
+# experts, top_k, in, inter, numbers of tokens. The first and the second have experts that nobody takes.
+LIGHTNING = (24, 6, 2688, 1856, (1, 2, 4, 8, 65, 257, 600))
+LATENT = (64, 22, 1024, 2688, (1, 3, 9, 130))
+ODD = (7, 3, 80, 48, (1, 5, 17, 100, 900))
+
+
+def random_weight(g: torch.Generator, name: str, scheme: Scheme, out_size: int, in_size: int, factor: float) -> Weight:
+    size, shape = in_size**-0.5, (out_size, in_size)
+    if scheme is Scheme.PLAIN:
+        return Weight(name, shape, scheme, (torch.randn(shape, generator=g, device="cuda") * size).bfloat16())
+    if scheme is Scheme.FP8:
+        codes = (torch.randn(shape, generator=g, device="cuda") * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return Weight(name, shape, scheme, codes, None, size / 60 * factor, 0.011 * factor)
+    data = torch.randint(0, 256, (out_size, in_size // 2), generator=g, device="cuda", dtype=torch.uint8)
+    block_scale = torch.rand(out_size, in_size // 16, generator=g, device="cuda") * 56 + 4
+    return Weight(name, shape, scheme, data, block_scale.to(torch.float8_e4m3fn), size / 90 * factor)
+
+
+def values(weight: Weight) -> Tensor:
+    """(out, in) float64: what the weight stands for, without the package."""
+    if weight.scheme is not Scheme.NVFP4:
+        return weight.data.double() * (1.0 if weight.scale is None else weight.scale)
+    assert weight.block_scale is not None
+    assert weight.scale is not None
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64, device="cuda")
+    codes = torch.stack((weight.data & 15, weight.data >> 4), dim=-1).flatten(1)
+    return table[codes.int()] * weight.block_scale.double().repeat_interleave(16, 1) * weight.scale
+
+
+class Layer(NamedTuple):
+    up: ExpertBank
+    down: ExpertBank
+    packed: tuple[ExpertWeights, ExpertWeights]
+
+
+@cache
+def layer(scheme: Scheme, num_experts: int, hidden: int, inter: int) -> Layer:
+    g = torch.Generator("cuda").manual_seed(SEED)
+
+    def bank(name: str, out_size: int, in_size: int) -> ExpertBank:
+        weights = (
+            random_weight(g, f"{name}.{e}", scheme, out_size, in_size, 1 + e / num_experts) for e in range(num_experts)
+        )
+        return ExpertBank(name, tuple(weights))
+
+    up, down = bank("up", inter, hidden), bank("down", hidden, inter)
+    resident = ResidentWeights(torch.device("cuda"))
+    return Layer(up, down, (device.prepare(up, resident), device.prepare(down, resident)))
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    shared: Tensor
+
+
+def inputs(num_tokens: int, num_experts: int, top_k: int, hidden: int) -> Inputs:
+    """Expert 1 is never taken, and expert 0 by about half of the tokens."""
+    g = torch.Generator("cuda").manual_seed(SEED + num_tokens)
+    x = torch.randn(num_tokens, hidden + 16, generator=g, device="cuda").bfloat16()[:, 16:]
+    order = torch.rand(num_tokens, num_experts, generator=g, device="cuda")
+    order[:, 1], order[::2, 0] = 2.0, -1.0
+    weights = torch.rand(num_tokens, top_k, generator=g, device="cuda") + 0.1
+    shared = torch.randn(num_tokens, hidden, generator=g, device="cuda").bfloat16()
+    return Inputs(x, order.argsort(1)[:, :top_k].int().contiguous(), weights, shared)
+
+
+def bf16(value: Tensor) -> Tensor:
+    return value.float().bfloat16().double()
+
+
+def product(x: Tensor, weight: Weight, dense: Tensor) -> Tensor:
+    if weight.scheme is Scheme.FP8:
+        assert weight.input_scale is not None
+        scale = torch.tensor(weight.input_scale, device="cuda")
+        x = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * weight.input_scale
+    return x @ dense.T
+
+
+def ledger(case: Layer, given: Inputs, defect: str = "") -> Tensor:
+    """The op with its roundings written out, float64; with one thing wrong as a kernel could do it."""
+    x, ids, weights, shared = given
+    num_tokens, top_k = ids.shape
+    parts = torch.zeros(num_tokens, top_k, case.down.shape[0], dtype=torch.float64, device="cuda")
+    for expert in ids.unique().tolist():
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        up, down = case.up[expert], case.down[expert]
+        first, second = values(up), values(down)
+        if defect == "last columns of up dropped":
+            first[:, -16:] = 0
+        if defect == "last columns of down dropped":
+            second[:, -16:] = 0
+        if defect == "swapped nibbles":
+            first = first.view(len(first), -1, 2).flip(-1).reshape(first.shape)
+        if defect == "scale of another expert" and up.scale is not None:
+            other = case.up[(expert + 1) % len(case.up)].scale
+            assert other is not None
+            first = first * (other / up.scale)
+        hidden = bf16(product(x[tokens].double(), up, first)).clamp(min=0)
+        out = product(bf16(hidden**2), down, second)
+        parts[tokens, places] = bf16(out * weights[tokens, places].double()[:, None])
+    if defect == "last expert dropped":
+        parts[:, -1] = 0
+    if defect == "weights of the next place":
+        parts = parts * (weights.roll(1, 1) / weights).double()[..., None]
+    routed = bf16(bf16(parts.sum(1)) * (1.0 if defect == "no scale of the sum" else 2.5))
+    return routed if defect == "no shared part" else bf16(routed + shared.double())
+
+
+DEFECTS = (
+    "last columns of up dropped",
+    "last columns of down dropped",
+    "swapped nibbles",
+    "last expert dropped",
+    "weights of the next place",
+    "no scale of the sum",
+    "no shared part",
+)
+
+
+def distance(result: Tensor, exact: Tensor) -> float:
+    """In the norm; NaN is infinitely far."""
+    error = ((result.double() - exact).norm() / exact.norm()).item()
+    return error if error == error else float("inf")
+
+
+def poison(given: Inputs, case: Layer) -> None:
+    """Memory of the sizes that a layer allocates, full of NaN, for the allocator to hand out next."""
+    pairs, inter = given.ids.numel(), case.up.shape[0]
+    for shape in ((pairs, inter), (pairs, len(case.down.weights[0].data)), tuple(given.shared.shape)):
+        torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+        torch.full(shape, 0x7F, dtype=torch.uint8, device="cuda")
+
+
+def run(case: Layer, given: Inputs, invariant: bool = False) -> Tensor:
+    poison(given, case)
+    x, ids, weights, shared = given
+    return experts(x, ids, weights, *case.packed, 2.5, shared, invariant=invariant)
+
+
+@every_scheme
+@pytest.mark.parametrize("geometry", [LIGHTNING, LATENT, ODD], ids=["lightning", "latent", "odd"])
+def test_the_ledger_and_not_a_defect(scheme: Scheme, geometry: tuple[int, int, int, int, tuple[int, ...]]) -> None:
+    num_experts, top_k, hidden, inter, counts = geometry
+    case = layer(scheme, num_experts, hidden, inter)
+    names = DEFECTS if scheme is Scheme.PLAIN else (*DEFECTS, "scale of another expert")
+    for num_tokens in counts:
+        given = inputs(num_tokens, num_experts, top_k, hidden)
+        exact = ledger(case, given)
+        error = max(distance(run(case, given, invariant), exact) for invariant in (False, True))
+        if num_tokens > 20:  # the same tiles have been separated from every defect by fewer tokens
+            some = Inputs(*(t[:20] for t in given))
+            errors = {name: distance(ledger(case, some, name), exact[:20]) for name in names}
+        else:
+            errors = {name: distance(ledger(case, given, name), exact) for name in names}
+        smallest = min(errors, key=lambda name: errors[name])
+        print(f"{scheme.name} {geometry[:4]} T={num_tokens}: {error:.2e}, {smallest} {errors[smallest]:.2e}")
+        assert errors[smallest] > GAP * error, (num_tokens, smallest)
+
+
+@every_scheme
+def test_every_tile_of_the_tables(scheme: Scheme) -> None:
+    """Also where the table would take another one, and each pair as a tile of its own."""
+    num_experts, top_k, hidden, inter, _ = LIGHTNING
+    case = layer(scheme, num_experts, hidden, inter)
+    given = inputs(37, num_experts, top_k, hidden)
+    exact = ledger(case, given)
+    arguments = (*given[:3], *case.packed, 2.5, given.shared)
+    for _, tiles in kernels.GROUP_TILES[KERNELS[scheme]]:
+        for single in (False, True):
+            poison(given, case)
+            error = distance(kernels.experts_by_group(*arguments, tiles, tiles, single=single), exact)
+            print(f"{scheme.name} {tiles} single={single}: {error:.2e}")
+            assert GAP * error < distance(ledger(case, given, "last columns of up dropped"), exact)
+
+
+@every_scheme
+def test_invariant_rows_do_not_depend_on_their_neighbours(scheme: Scheme) -> None:
+    for num_experts, top_k, hidden, inter, _ in (LIGHTNING, ODD):
+        case = layer(scheme, num_experts, hidden, inter)
+        given = inputs(300, num_experts, top_k, hidden)
+        together = run(case, given, invariant=True)
+        for some in (slice(0, 1), slice(7, 15), slice(100, 164), slice(50, 300)):
+            assert torch.equal(run(case, Inputs(*(t[some] for t in given)), invariant=True), together[some])
+
+
+@every_scheme
+def test_runs_repeat_to_the_bit_and_graphs_follow_their_inputs(scheme: Scheme) -> None:
+    num_experts, top_k, hidden, inter, _ = LIGHTNING
+    case = layer(scheme, num_experts, hidden, inter)
+    for num_tokens in (1, 8, 64):
+        given = Inputs(*(t.contiguous() for t in inputs(num_tokens, num_experts, top_k, hidden)))
+        run(case, given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            # A chain: each layer starts while the one before it is still running.
+            x = given.x
+            for _ in range(4):
+                x = experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
+        for old, new in zip(given, inputs(num_tokens + 1, num_experts, top_k, hidden), strict=True):
+            old.copy_(new[1:])
+        graph.replay()
+        expected = given.x
+        for _ in range(4):
+            expected = experts(expected, given.ids, given.weights, *case.packed, 0.1, given.shared)
+        assert torch.equal(x, expected)
+
+
+def test_pairs_are_grouped_by_expert() -> None:
+    g = torch.Generator("cuda").manual_seed(SEED)
+    for num_tokens, num_experts, top_k, tile in ((1, 128, 6, 16), (256, 512, 22, 16), (8192, 128, 6, 128)):
+        order = torch.rand(num_tokens, num_experts, generator=g, device="cuda")
+        ids = order.argsort(1)[:, :top_k].int().contiguous()
+        groups = kernels.align(ids, num_experts, tile)
+        counts = ids.flatten().bincount(minlength=num_experts)
+        tiles = (counts + tile - 1) // tile
+        used = int(tiles.sum())
+        assert int(groups.num_tiles) == used
+        owners = torch.arange(num_experts, device="cuda").repeat_interleave(tiles)
+        assert torch.equal(groups.tile_experts[:used].long(), owners)
+        pairs = groups.sorted_pairs[: used * tile].long()
+        real = pairs[pairs < ids.numel()]
+        assert torch.equal(real, ids.flatten().sort(stable=True).indices)
+        assert torch.equal(ids.flatten()[real].long(), owners.repeat_interleave(tile)[pairs < ids.numel()])
+
+
+def test_every_code_with_every_scale() -> None:
+    """Packed arithmetic's decoding: 16 codes with the 254 scales that are numbers, to the bit, by every kernel."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    data = (codes[0::2] | codes[1::2] << 4).repeat(16, 16).cuda()
+    numbers = [code for code in range(256) if code & 0x7F != 0x7F]
+    scales = torch.tensor([*numbers, 0, 0], dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn).view(16, 16)
+    dense = values(Weight("w", (16, 256), Scheme.NVFP4, data, scales, 1.0))  # (16, 256)
+    words = torch.empty(1, 16, words_per_row(256), dtype=torch.int32, device="cuda")
+    packed_scales = torch.empty(1, 16, words_per_row(256) // 8, dtype=torch.int32, device="cuda")
+    pack_words(data, scales, words[0], packed_scales[0])
+    down = ExpertWeights(words, packed_scales, torch.full((1,), REMAINDER, device="cuda"), None)
+    # One token a column: up makes the unit vectors.
+    up = ExpertWeights(torch.eye(256, dtype=torch.bfloat16, device="cuda")[None].contiguous(), None, None, None)
+    x = torch.eye(256, dtype=torch.bfloat16, device="cuda")
+    ids, weights = torch.zeros(256, 1, dtype=torch.int32, device="cuda"), torch.ones(256, 1, device="cuda")
+    expected = dense.T
+    row_tiles = kernels.ROW_TILES[NVFP4]
+    assert torch.equal(kernels.experts_by_row(x, ids, weights, up, down, 1.0, None, *row_tiles).double(), expected)
+    for _, tiles in kernels.GROUP_TILES[NVFP4]:
+        result = kernels.experts_by_group(x, ids, weights, up, down, 1.0, None, tiles, tiles)
+        assert torch.equal(result.double(), expected)
