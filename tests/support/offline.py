@@ -1,11 +1,13 @@
 """Compile the kernels that a launcher launches, for any architecture and without a GPU, and say what each one needs.
 
 `compile_launches(run, arch)` calls `run`, which calls launchers on meta tensors. Every `kernel[grid](...)` in it is
-specialised and compiled for sm_<arch> as on such a device, and not launched. Not in a process with TRITON_INTERPRET=1.
+specialised and compiled for sm_<arch> as on such a device, and not launched; so is every `CudaFunction.launch(...)`.
+Not in a process with TRITON_INTERPRET=1. `compile_cuda` describes a kernel of a CUDA source by itself.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -22,16 +24,22 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from hemiola.kernels.cuda import CudaFunction, compile_source
+
 # Shared memory that one block may use, in bytes, by architecture (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 TENSOR_MEMORY_COLUMNS = 512
+RESERVED_SHARED = 1024  # that every block has beyond the limit, and cuobjdump counts from sm_90 on
+REGISTERS = 65_536  # of a multiprocessor, the most of one block
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one specialisation of a kernel needs. stack: bytes of local memory a thread, which is where spills go."""
+    """What one specialisation of a kernel needs. stack: bytes of local memory a thread, which is where spills go.
+
+    num_stages is 0 for a kernel in CUDA."""
 
     kernel: str
     arch: int
@@ -52,6 +60,8 @@ class Compiled:
             found.append(f"spills: {self.stack} bytes of stack, allowed are {allowed_stack}")
         if self.tensor_memory > TENSOR_MEMORY_COLUMNS:
             found.append(f"{self.tensor_memory} columns of tensor memory of {TENSOR_MEMORY_COLUMNS}")
+        if self.num_warps * 32 * self.registers > REGISTERS:
+            found.append(f"{self.num_warps} warps of {self.registers} registers a thread of {REGISTERS}")
         return found
 
     def __str__(self) -> str:
@@ -77,30 +87,52 @@ class StandIn:
         return 0
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack a thread of a cubin's one kernel."""
+def resources(cubin: bytes, name: str) -> tuple[int, int, int]:
+    """Registers and bytes of stack a thread, and bytes of static shared memory, of a cubin's kernel."""
+    found = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", _dump(cubin, "--dump-resource-usage"))
+    assert found, f"no kernel {name}"
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def launch_bounds(cubin: bytes, name: str) -> int:
+    """Threads of a block that a cubin's kernel is compiled for: 1024 without __launch_bounds__."""
+    section = re.search(rf"^\.nv\.info\.{name}$.*?(?=^\.|\Z)", _dump(cubin, "--dump-elf"), re.M | re.S)
+    assert section, f"no kernel {name}"
+    found = re.search(r"EIATTR_MAX_THREADS\s+Format:\s+EIFMT_SVAL\s+Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", section[0])
+    return math.prod(int(number, 16) for number in found.groups()) if found else 1024
+
+
+def _dump(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        listing = subprocess.run(command, check=True, text=True, capture_output=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
-    assert found, listing
-    return int(found[1]), int(found[2])
+        return subprocess.run([str(CUOBJDUMP), option, file.name], check=True, text=True, capture_output=True).stdout
 
 
 @contextmanager
-def _standing_in(arch: int, launched: Callable[[Any], None]) -> Iterator[None]:
-    """Kernels are compiled for `arch` and handed to `launched`; nothing finds a GPU, even where there is one."""
+def _standing_in(arch: int, launched: dict[Any, Compiled]) -> Iterator[None]:
+    """Kernels are compiled for `arch` and described in `launched`; nothing finds a GPU, even where there is one."""
     original = JITFunction.run
 
     def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
-        launched(kernel)
+        if kernel.hash not in launched:
+            launched[kernel.hash] = _describe(kernel, arch)
         return kernel
+
+    def launch(
+        self: CudaFunction, grid: Any, block: tuple[int, int, int], args: Any, shared_bytes: int = 0, pdl: bool = False
+    ) -> None:
+        assert not pdl or arch >= 90, "dependent launch before sm_90"
+        self.marshal(args)
+        module = self.module
+        key = (module.source, module.options, self.name, block, shared_bytes)
+        if key not in launched:
+            launched[key] = compile_cuda(module.source, self.name, arch, module.options, shared_bytes, math.prod(block))
 
     with (
         mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(CudaFunction, "launch", launch),
         mock.patch.object(driver, "_active", StandIn(arch)),
         mock.patch.object(torch.cuda, "is_available", return_value=False),
     ):
@@ -109,15 +141,32 @@ def _standing_in(arch: int, launched: Callable[[Any], None]) -> Iterator[None]:
 
 def compile_launches(run: Callable[[], object], arch: int) -> list[Compiled]:
     """What each kernel needs that `run` launches, once per specialisation, in order. Compilation errors are raised."""
-    kernels: dict[str, Any] = {}
-    with _standing_in(arch, lambda kernel: kernels.setdefault(kernel.hash, kernel)):
+    kernels: dict[Any, Compiled] = {}
+    with _standing_in(arch, kernels):
         run()
-    return [_describe(kernel, arch) for kernel in kernels.values()]
+    return list(kernels.values())
+
+
+def compile_cuda(
+    source: str,
+    name: str,
+    arch: int,
+    options: tuple[str, ...] = (),
+    shared_bytes: int = 0,
+    threads: int | None = None,
+) -> Compiled:
+    """What a kernel of a CUDA source needs. shared_bytes: dynamic shared memory. threads of a block: or its bounds."""
+    cubin = compile_source(source, arch, options)
+    registers, stack, shared = resources(cubin, name)
+    if shared and arch >= 90:
+        shared -= RESERVED_SHARED
+    warps = -(-(threads or launch_bounds(cubin, name)) // 32)
+    return Compiled(name, arch, warps, 0, registers, stack, shared + shared_bytes, 0)
 
 
 def _describe(kernel: Any, arch: int) -> Compiled:
     metadata = kernel.metadata
-    registers, stack = resources(kernel.asm["cubin"])
+    registers, stack, _ = resources(kernel.asm["cubin"], metadata.name)
     return Compiled(
         metadata.name,
         arch,
