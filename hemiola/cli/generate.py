@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hemiola.cli import engine_options
 from hemiola.cli.answers import batch_figures, run_figures, stream_answer, write_answers, write_json
 from hemiola.cli.memory import show_memory
 from hemiola.cli.prompts import read_prompts
 from hemiola.cli.settings import engine_option, given, parse_arms, parse_biases, parse_bytes, sampling_option
-from hemiola.config.engine import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from hemiola.config.engine import DTYPES, EngineConfig
 from hemiola.config.sampling import SamplingParams
 from hemiola.errors import RequestError
 
@@ -86,54 +87,25 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, sampling_option("prompt_logprobs", "Alternatives per prompt token; -1 is all.")
     ] = None,
-    dtype: Annotated[
-        str | None, engine_option("dtype", f"Numeric mode: {', '.join(DTYPES)} (auto follows the checkpoint).")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, engine_option("kv_cache_dtype", f"{', '.join(KV_CACHE_DTYPES)} (auto follows the checkpoint).")
-    ] = None,
+    dtype: engine_options.Dtype = None,
+    kv_cache_dtype: engine_options.KVCacheDtype = None,
     router_dtype: Annotated[
         str | None, engine_option("router_dtype", f"Of the router's weight: {', '.join(DTYPES)} (auto is dtype).")
     ] = None,
-    block_size: Annotated[int | None, engine_option("block_size", "Tokens per KV block.")] = None,
-    max_num_batched_tokens: Annotated[int | None, engine_option("max_num_batched_tokens", "Tokens per step.")] = None,
-    max_num_seqs: Annotated[int | None, engine_option("max_num_seqs", "Requests that run together.")] = None,
-    max_model_len: Annotated[
-        int | None, engine_option("max_model_len", "Tokens of prompt and output; the model's own where not given.")
-    ] = None,
+    block_size: engine_options.BlockSize = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_model_len: engine_options.MaxModelLen = None,
     cache_bytes: Annotated[
         int | None,
         engine_option("cache_bytes", "For KV blocks and states, such as 512MiB.", parser=parse_bytes, metavar="BYTES"),
     ] = None,
-    no_prefix_caching: Annotated[
-        bool, engine_option("prefix_caching", "Compute every prompt from its beginning.", "--no-prefix-caching")
-    ] = False,
-    snapshot_bytes: Annotated[
-        int | None,
-        engine_option(
-            "snapshot_bytes",
-            "For state snapshots, beyond cache_bytes; a quarter of it where not given.",
-            parser=parse_bytes,
-            metavar="BYTES",
-        ),
-    ] = None,
-    host_snapshot_bytes: Annotated[
-        int | None,
-        engine_option(
-            "host_snapshot_bytes", "Host memory for snapshots that give way.", parser=parse_bytes, metavar="BYTES"
-        ),
-    ] = None,
-    swap_bytes: Annotated[
-        int | None,
-        engine_option("swap_bytes", "Host memory for requests that give way.", parser=parse_bytes, metavar="BYTES"),
-    ] = None,
-    prefill_tokens_per_s: Annotated[
-        float | None,
-        engine_option("prefill_tokens_per_s", "Assumed speed, to choose between computing again and swapping."),
-    ] = None,
-    host_bytes_per_s: Annotated[
-        float | None, engine_option("host_bytes_per_s", "Assumed speed to and from host memory, for the same choice.")
-    ] = None,
+    no_prefix_caching: engine_options.NoPrefixCaching = False,
+    snapshot_bytes: engine_options.SnapshotBytes = None,
+    host_snapshot_bytes: engine_options.HostSnapshotBytes = None,
+    swap_bytes: engine_options.SwapBytes = None,
+    prefill_tokens_per_s: engine_options.PrefillTokensPerS = None,
+    host_bytes_per_s: engine_options.HostBytesPerS = None,
     stall_seconds: Annotated[
         float | None, engine_option("stall_seconds", "Without a step for so long, an engine with work is unhealthy.")
     ] = None,

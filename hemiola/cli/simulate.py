@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hemiola.cli import engine_options
 from hemiola.cli.settings import engine_option, given, parse_bytes
-from hemiola.config.engine import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from hemiola.config.engine import EngineConfig
 from hemiola.errors import ConfigError, RequestError
 from hemiola.simulate.generate import DEFAULTS, KINDS, TraceOptions, generate_trace
 from hemiola.simulate.trace import Arrival, read_trace, write_arrival
@@ -33,7 +34,7 @@ def simulate(
         typer.Argument(
             metavar="TRACE",
             help="JSON Lines, one arrival per line; - is standard input. Keys: time_s (or follow_up_of, an earlier "
-            "request_id, and think_s after its end), prompt (token ids, or segments [name, length]: equal names are "
+            "request_id, and think_s after its end), prompt (token ids, or segments \\[name, length]: equal names are "
             "equal tokens), output_tokens; optional request_id, priority, abort_after_s.",
         ),
     ] = None,
@@ -75,18 +76,12 @@ def simulate(
     num_turns: Annotated[int | None, _trace_option("num_turns", "Turns of a conversation (chat).")] = None,
     think_s: Annotated[float | None, _trace_option("think_s", "Mean time between answer and next turn (chat).")] = None,
     seed: Annotated[int | None, _trace_option("seed", "Of the trace.")] = None,
-    dtype: Annotated[
-        str | None, engine_option("dtype", f"Numeric mode: {', '.join(DTYPES)} (auto follows the checkpoint).")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, engine_option("kv_cache_dtype", f"{', '.join(KV_CACHE_DTYPES)} (auto follows the checkpoint).")
-    ] = None,
-    block_size: Annotated[int | None, engine_option("block_size", "Tokens per KV block.")] = None,
-    max_num_batched_tokens: Annotated[int | None, engine_option("max_num_batched_tokens", "Tokens per step.")] = None,
-    max_num_seqs: Annotated[int | None, engine_option("max_num_seqs", "Requests that run together.")] = None,
-    max_model_len: Annotated[
-        int | None, engine_option("max_model_len", "Tokens of prompt and output; the model's own where not given.")
-    ] = None,
+    dtype: engine_options.Dtype = None,
+    kv_cache_dtype: engine_options.KVCacheDtype = None,
+    block_size: engine_options.BlockSize = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_model_len: engine_options.MaxModelLen = None,
     cache_bytes: Annotated[
         int | None,
         engine_option(
@@ -96,35 +91,12 @@ def simulate(
             metavar="BYTES",
         ),
     ] = None,
-    no_prefix_caching: Annotated[
-        bool, engine_option("prefix_caching", "Compute every prompt from its beginning.", "--no-prefix-caching")
-    ] = False,
-    snapshot_bytes: Annotated[
-        int | None,
-        engine_option(
-            "snapshot_bytes",
-            "For state snapshots, beyond cache_bytes; a quarter of it where not given.",
-            parser=parse_bytes,
-            metavar="BYTES",
-        ),
-    ] = None,
-    host_snapshot_bytes: Annotated[
-        int | None,
-        engine_option(
-            "host_snapshot_bytes", "Host memory for snapshots that give way.", parser=parse_bytes, metavar="BYTES"
-        ),
-    ] = None,
-    swap_bytes: Annotated[
-        int | None,
-        engine_option("swap_bytes", "Host memory for requests that give way.", parser=parse_bytes, metavar="BYTES"),
-    ] = None,
-    prefill_tokens_per_s: Annotated[
-        float | None,
-        engine_option("prefill_tokens_per_s", "Assumed speed, to choose between computing again and swapping."),
-    ] = None,
-    host_bytes_per_s: Annotated[
-        float | None, engine_option("host_bytes_per_s", "Assumed speed to and from host memory, for the same choice.")
-    ] = None,
+    no_prefix_caching: engine_options.NoPrefixCaching = False,
+    snapshot_bytes: engine_options.SnapshotBytes = None,
+    host_snapshot_bytes: engine_options.HostSnapshotBytes = None,
+    swap_bytes: engine_options.SwapBytes = None,
+    prefill_tokens_per_s: engine_options.PrefillTokensPerS = None,
+    host_bytes_per_s: engine_options.HostBytesPerS = None,
 ) -> None:
     """Run the engine's scheduler and caches on a trace of arrivals, with a cost model in the place of the model.
 

@@ -1,0 +1,50 @@
+"""The engine's options that several commands have, declared once: annotations for parameters of their fields' names."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from hemiola.cli.settings import engine_option, parse_bytes
+from hemiola.config.engine import DTYPES, KV_CACHE_DTYPES
+
+Dtype = Annotated[
+    str | None, engine_option("dtype", f"Numeric mode: {', '.join(DTYPES)} (auto follows the checkpoint).")
+]
+KVCacheDtype = Annotated[
+    str | None, engine_option("kv_cache_dtype", f"{', '.join(KV_CACHE_DTYPES)} (auto follows the checkpoint).")
+]
+BlockSize = Annotated[int | None, engine_option("block_size", "Tokens per KV block.")]
+MaxNumBatchedTokens = Annotated[int | None, engine_option("max_num_batched_tokens", "Tokens per step.")]
+MaxNumSeqs = Annotated[int | None, engine_option("max_num_seqs", "Requests that run together.")]
+MaxModelLen = Annotated[
+    int | None, engine_option("max_model_len", "Tokens of prompt and output; the model's own where not given.")
+]
+NoPrefixCaching = Annotated[
+    bool, engine_option("prefix_caching", "Compute every prompt from its beginning.", "--no-prefix-caching")
+]
+SnapshotBytes = Annotated[
+    int | None,
+    engine_option(
+        "snapshot_bytes",
+        "For state snapshots, beyond cache_bytes; a quarter of it where not given.",
+        parser=parse_bytes,
+        metavar="BYTES",
+    ),
+]
+HostSnapshotBytes = Annotated[
+    int | None,
+    engine_option(
+        "host_snapshot_bytes", "Host memory for snapshots that give way.", parser=parse_bytes, metavar="BYTES"
+    ),
+]
+SwapBytes = Annotated[
+    int | None,
+    engine_option("swap_bytes", "Host memory for requests that give way.", parser=parse_bytes, metavar="BYTES"),
+]
+PrefillTokensPerS = Annotated[
+    float | None,
+    engine_option("prefill_tokens_per_s", "Assumed speed, to choose between computing again and swapping."),
+]
+HostBytesPerS = Annotated[
+    float | None, engine_option("host_bytes_per_s", "Assumed speed to and from host memory, for the same choice.")
+]
