@@ -405,11 +405,11 @@ def experts(
     """
     num_tokens, top_k = ids.shape
     if not invariant and num_tokens <= min(FEW_TOKENS[up.scheme], FEW_TOKENS[down.scheme]):
-        tiles = ROW_TILES[up.scheme][0], ROW_TILES[down.scheme][1]
-        return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *tiles)
+        by_row = ROW_TILES[up.scheme][0], ROW_TILES[down.scheme][1]
+        return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *by_row)
     per_expert = 0.0 if invariant else num_tokens * top_k / len(up.codes)
-    tiles = group_tiles(up.scheme, per_expert), group_tiles(down.scheme, per_expert)
-    return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *tiles)
+    by_group = group_tiles(up.scheme, per_expert), group_tiles(down.scheme, per_expert)
+    return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *by_group)
 
 
 def group_tiles(scheme: int, per_expert: float) -> GroupTiles:
@@ -471,8 +471,7 @@ def experts_by_group(
     *,
     single: bool = False,
 ) -> Tensor:
-    """`experts` with tensor cores. Both tiles are of as many pairs. single: every pair is a tile of its own."""
-    assert up_tiles.pairs == down_tiles.pairs, "pairs are aligned once, for both projections"
+    """`experts` with tensor cores. single: every pair is a tile of its own."""
     num_tokens, top_k = ids.shape
     num_pairs, inter, size = num_tokens * top_k, up.codes.shape[1], down.codes.shape[1]
     if num_tokens == 0:
@@ -484,6 +483,8 @@ def experts_by_group(
     else:
         inputs, pairs_per_x = x, top_k
     grouped(inputs, pairs_per_x, up, ids, groups, up_tiles, hidden, next_input_scale=down.input_scale)
+    if groups is not None and down_tiles.pairs != up_tiles.pairs:
+        groups = align(ids, len(down.codes), down_tiles.pairs)
     parts = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     grouped(hidden, 1, down, ids, groups, down_tiles, parts, pair_weights=weights)
     return combine(parts, top_k, routed_scale, shared)

@@ -36,7 +36,7 @@ REMAINDER = 128.0
 
 def words_per_row(columns: int) -> int:
     """Words of a row: eight a group."""
-    return triton.cdiv(columns, GROUP) * 8
+    return -(-columns // GROUP) * 8
 
 
 def pack_words(data: Tensor, block_scale: Tensor, words: Tensor, scales: Tensor) -> None:

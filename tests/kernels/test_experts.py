@@ -88,7 +88,7 @@ def product(x: Tensor, weight: Tensor, input_scale: float | None) -> Tensor:
 
 
 ROW_TILES = RowTiles(16, 32, 1, 1), RowTiles(8, 64, 1, 1)
-GROUPED = GroupTiles(16, 16, 16, 1, 1), GroupTiles(32, 16, 32, 1, 1)
+GROUPED = GroupTiles(16, 16, 16, 1, 1), GroupTiles(32, 32, 32, 1, 1)
 
 
 @every_scheme
