@@ -1,6 +1,8 @@
-"""What a server says of itself: models, health, version, metrics; and what it does not do."""
+"""What a server says of itself: models, health, version, metrics, a page; and what it does not do."""
 
 from __future__ import annotations
+
+from importlib.resources import files
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -9,6 +11,12 @@ from hemiola import __version__
 from hemiola.serve.encoding import json_response
 from hemiola.serve.errors import ApiError
 from hemiola.serve.service import Service
+
+# The page is one file that talks to this server and to nobody else.
+PAGE_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 def status_routes(service: Service) -> APIRouter:
@@ -19,7 +27,13 @@ def status_routes(service: Service) -> APIRouter:
         "created": service.created_s,
         "owned_by": "hemiola",
         "max_model_len": service.engine.max_model_len,
+        "chat_template": service.tokenizer is not None and service.tokenizer.chat_template_source() is not None,
     }
+    page = files("hemiola.serve").joinpath("page.html").read_bytes()
+
+    @router.get("/", include_in_schema=False)
+    async def show_page() -> Response:
+        return Response(page, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
     @router.get("/v1/models")
     async def list_models() -> Response:
