@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -62,6 +66,25 @@ def shadow(
 
 def request(name: str, prompt: list[int], max_tokens: int = 6, priority: int = 0, **params: Any) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), 0, priority=priority)
+
+
+@contextmanager
+def failing(run: Shadow, pool: str, after: int) -> Iterator[list[int]]:
+    """The allocation after the next `after` ones fails, though there is room. Yields how many there were, in a list."""
+    owner: Any = getattr(run.scheduler.ledger, pool)
+    original, calls = owner.acquire, [0]
+
+    def acquire(*arguments: Any) -> list[int]:
+        calls[0] += 1
+        if calls[0] == after + 1:
+            raise CapacityError("forced")
+        return original(*arguments)  # type: ignore[no-any-return]
+
+    owner.acquire = acquire
+    try:
+        yield calls
+    finally:
+        owner.acquire = original
 
 
 class Load(RuleBasedStateMachine):
@@ -161,22 +184,10 @@ class Load(RuleBasedStateMachine):
     @rule(after=st.integers(0, 4), pool=st.sampled_from(["blocks", "slots"]))
     def refuse(self, after: int, pool: str) -> None:
         """One step in which the allocation after the next `after` ones fails, though there is room."""
-        owner: Any = getattr(self.shadow.scheduler.ledger, pool)
-        original, calls = owner.acquire, [0]
-
-        def acquire(*arguments: Any) -> list[int]:
-            calls[0] += 1
-            if calls[0] == after + 1:
-                raise CapacityError("forced")
-            return original(*arguments)  # type: ignore[no-any-return]
-
-        owner.acquire = acquire
-        try:
+        with failing(self.shadow, pool, after) as calls:
             rows = self.shadow.schedule()
             self.shadow.run(rows)
             self.shadow.complete(rows)
-        finally:
-            owner.acquire = original
         OPERATIONS["refuse"] += calls[0] > after
         OPERATIONS["step"] += 1
 
@@ -287,3 +298,33 @@ def test_nothing_is_searched_for_a_request_that_was_swapped_out() -> None:
     assert waiting.holding.swapped is not None
     assert searched == []
     run.finish()
+
+
+@pytest.mark.parametrize("pool", ["blocks", "slots"])
+@pytest.mark.parametrize("speed", [1e-3, 1e12], ids=["swap", "recompute"])
+def test_b21_a_failure_at_any_allocation_leaves_no_half_made_request(pool: str, speed: float) -> None:
+    """Each allocation of one load in turn is made to fail: all requests end with all their tokens, and nothing is held
+    (`Shadow.finish`). Three of four slots start from cached prefixes, whose snapshots are pinned at that moment."""
+    swapped = 0
+    for after in itertools.count():
+        run = shadow(num_blocks=22, num_slots=4, prefill_tokens_per_s=speed, host_bytes_per_s=1e3)
+        prompts = [[100 * text + position for position in range(13)] for text in range(3)]
+        for number, prompt in enumerate(prompts):
+            run.add(request(f"first {number}", prompt, 2))
+        run.finish()
+        requests = [request(str(number), [*prompts[number % 3], number], 20) for number in range(6)]
+        with failing(run, pool, after) as calls:
+            for new in requests:
+                run.add(new)
+            for _ in range(300):
+                rows = run.schedule()
+                run.run(rows)
+                run.complete(rows)
+        run.finish()
+        assert [len(done.output_ids) for done in requests] == [20] * 6
+        assert run.scheduler.ledger.snapshots.num_pins == run.scheduler.ledger.snapshots.num_reserved == 0
+        swapped += run.scheduler.preemptions.swapped
+        if calls[0] <= after:
+            break
+    assert after >= 6
+    assert (swapped > 0) == (speed == 1e-3)
