@@ -46,10 +46,9 @@ def pack_words(data: Tensor, block_scale: Tensor, words: Tensor, scales: Tensor)
     words: (out, words_per_row(in)) int32 and scales: (out, words_per_row(in) / 8) int32 are written.
     """
     rows, groups = scales.shape
-    block_groups = 16
-    grid = (triton.cdiv(rows, 16), triton.cdiv(groups, block_groups))
-    pack_words_kernel[grid](
-        data, block_scale.view(torch.uint8), words, scales, rows, block_scale.shape[1], groups, 16, block_groups
+    row_block, group_block = 8, 16
+    pack_words_kernel[triton.cdiv(rows, row_block), triton.cdiv(groups, group_block)](
+        data, block_scale.view(torch.uint8), words, scales, rows, block_scale.shape[1], groups, row_block, group_block
     )
 
 
