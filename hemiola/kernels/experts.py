@@ -376,8 +376,7 @@ ALIGN_CHUNK = 2048  # pairs at a time
 GROUP_TILES = {
     NVFP4: (
         (0, GroupTiles(64, 16, 16, 4, 4)),
-        (24, GroupTiles(64, 64, 16, 4, 4)),
-        (96, GroupTiles(128, 128, 16, 8, 3)),
+        (48, GroupTiles(128, 64, 16, 8, 3)),
     ),
     FP8: (
         (0, GroupTiles(64, 16, 128, 4, 4)),

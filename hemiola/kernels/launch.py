@@ -14,7 +14,16 @@ import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["capability", "gdc_launch_dependents", "gdc_wait", "is_interpreted", "launch_options", "num_sms", "uses_pdl"]
+__all__ = [
+    "capability",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "is_interpreted",
+    "launch_options",
+    "num_sms",
+    "shared_memory",
+    "uses_pdl",
+]
 
 
 @cache
@@ -42,6 +51,18 @@ def _device_capability() -> int:
 def num_sms() -> int:
     """Multiprocessors of the GPU; an H200's 132 where there is none (a compilation without a GPU)."""
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may ask for."""
+    if torch.cuda.is_available():
+        return _device_shared_memory()
+    return 99 << 10 if capability() in (86, 89, 120) else 163 << 10 if capability() == 80 else 227 << 10
+
+
+@cache
+def _device_shared_memory() -> int:
+    return int(torch.cuda.get_device_properties().shared_memory_per_block_optin)
 
 
 def uses_pdl() -> bool:

@@ -9,7 +9,9 @@ from hemiola.kernels.linear_dense import GemvTile, dot, gemv, gemv_tile
 from hemiola.kernels.quantize import finish
 from hemiola.kernels.split_k import DotTile
 
-GEMV_ROWS = 4
+GEMV_ROWS = 2
+GEMV_ROWS_OF_FEW = 4  # where there are at most FEW weight rows, too few to fill a GPU with tensor-core tiles
+FEW = 1024
 GEMV = GemvTile(rows=2, columns=512)
 INVARIANT = DotTile(64, 64, 64, 4, 4)
 INVARIANT_ODD = DotTile(64, 64, 32, 2, 4)
@@ -30,6 +32,7 @@ def linear_bf16(
     num_tokens, in_size = x.shape
     if invariant:
         return dot(x, weight, 1.0, relu_squared, out_scale, INVARIANT_ODD if in_size % 8 else INVARIANT)
-    if num_tokens <= GEMV_ROWS and (tile := gemv_tile(GEMV, in_size)):
+    gemv_rows = GEMV_ROWS if len(weight) > FEW else GEMV_ROWS_OF_FEW
+    if num_tokens <= gemv_rows and (tile := gemv_tile(GEMV, in_size)):
         return gemv(x, weight, 1.0, relu_squared, out_scale, tile)
     return finish(torch.nn.functional.linear(x, weight), relu_squared, out_scale)

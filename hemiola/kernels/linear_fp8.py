@@ -1,4 +1,4 @@
-"""Products of e4m3 codes: the weight streamed past a few rows, our tensor-core kernel for some, cuBLAS for many."""
+"""Products of e4m3 codes: the weight streamed past a row or two; cuBLAS from there on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from hemiola.kernels.quantize import finish, quantize
 from hemiola.kernels.split_k import DotTile
 
 GEMV_ROWS = 2
-GEMV = GemvTile(rows=4, columns=512)
-# By the most tokens that a tile is for. Above the last one, cuBLAS.
-TILES = (
-    (16, DotTile(64, 16, 128, 6, 4, 528)),
-    (32, DotTile(64, 32, 128, 5, 4, 396)),
-    (64, DotTile(64, 64, 128, 4, 4, 264)),
-)
+GEMV = GemvTile(rows=8, columns=512)
 INVARIANT = DotTile(64, 64, 128, 4, 4)
 # What cuBLAS cannot take: sizes that are no multiple of 16.
 FALLBACK = DotTile(64, 64, 64, 2, 4)
@@ -51,15 +45,11 @@ def linear_fp8(
     num_tokens, in_size = x.shape
     fits = in_size % 16 == 0 and len(weight.codes) % 16 == 0
     if invariant:
-        tile = INVARIANT if fits else FALLBACK
-    elif num_tokens <= GEMV_ROWS and (streaming := gemv_tile(GEMV, in_size)):
+        return dot(x, weight.codes, weight.scale, relu_squared, out_scale, INVARIANT if fits else FALLBACK)
+    if num_tokens <= GEMV_ROWS and (streaming := gemv_tile(GEMV, in_size)):
         return gemv(x, weight.codes, weight.scale, relu_squared, out_scale, streaming)
-    elif not fits:
-        tile = FALLBACK
-    else:
-        tile = next((tile for most, tile in TILES if num_tokens <= most), None)
-    if tile is not None:
-        return dot(x, weight.codes, weight.scale, relu_squared, out_scale, tile)
+    if not fits:
+        return dot(x, weight.codes, weight.scale, relu_squared, out_scale, FALLBACK)
     y = torch._scaled_mm(
         x.contiguous(), weight.codes.T, weight.on_device, _one(x.device), out_dtype=torch.bfloat16, use_fast_accum=True
     )

@@ -12,18 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hemiola.kernels import nvfp4
+from hemiola.kernels import nvfp4, nvfp4_mma
 from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, is_interpreted, launch_options, uses_pdl
+from hemiola.kernels.nvfp4_mma import RowsTile
 from hemiola.kernels.prefetch import prefetch_rows
 from hemiola.kernels.quantize import finish, finish_tile
 from hemiola.kernels.split_k import DotTile, add_splits, split
 
+MMA_TOKENS = 8  # so many take the CUDA kernel
+MMA_TILE = RowsTile(8, 2, 8, 2)
+MMA_TILE_OF_MANY_ROWS = RowsTile(8, 8, 1, 3)
+MANY_ROWS = 1 << 15  # enough to fill a GPU without sharing out the columns
 # By the most tokens that a tile is for. Above the last one the weight is decoded into memory.
 TILES = (
-    (16, DotTile(64, 16, 128, 5, 4, 528)),
-    (32, DotTile(64, 32, 128, 4, 4, 396)),
+    (16, DotTile(64, 16, 128, 5, 4, 264)),
+    (32, DotTile(64, 32, 128, 4, 4, 264)),
     (64, DotTile(64, 64, 128, 4, 4, 264)),
-    (128, DotTile(64, 128, 64, 4, 4, 264)),
+    (128, DotTile(64, 128, 128, 3, 4, 264)),
     (512, DotTile(128, 128, 64, 4, 8, 132)),
 )
 INVARIANT = DotTile(64, 64, 128, 4, 4)
@@ -164,6 +169,10 @@ def linear_nvfp4(
     tile for any T. Returns (T, out) bfloat16, or float8_e4m3fn where out_scale is given.
     """
     num_tokens = len(x)
+    if num_tokens <= MMA_TOKENS and not invariant:
+        mma_tile = MMA_TILE_OF_MANY_ROWS if len(packed) >= MANY_ROWS else MMA_TILE
+        if nvfp4_mma.takes(x, packed.shape[1], mma_tile):
+            return nvfp4_mma.linear(x, packed, scales, scale * nvfp4.REMAINDER, relu_squared, out_scale, mma_tile)
     tile = INVARIANT if invariant else next((tile for most, tile in TILES if num_tokens <= most), None)
     if tile is not None:
         return dot(x, packed, scales, scale, relu_squared, out_scale, tile)

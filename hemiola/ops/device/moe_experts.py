@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Scheme
+from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import ExpertWeights, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4_words import REMAINDER, pack_words, words_per_row
@@ -56,8 +57,10 @@ def run(
     resident: ResidentWeights,
     invariant: bool,
 ) -> Tensor:
-    banks = prepare(up, resident), prepare(down, resident)
-    return experts(x, ids.contiguous(), weights, *banks, routed_scale, shared, invariant=invariant)
+    banks, ids = (prepare(up, resident), prepare(down, resident)), ids.contiguous()
+    if not invariant and nvfp4_mma.takes_experts(x, *banks, *ids.shape):
+        return nvfp4_mma.experts(x, ids, weights, *banks, routed_scale, shared)
+    return experts(x, ids, weights, *banks, routed_scale, shared, invariant=invariant)
 
 
 def _build(bank: ExpertBank, resident: ResidentWeights) -> ExpertWeights:

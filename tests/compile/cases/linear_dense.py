@@ -29,7 +29,7 @@ def product_bf16(tokens: int, out_size: int, in_size: int, invariant: bool = Fal
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
-    for tokens in (1, linear_fp8.GEMV_ROWS, *(most for most, _ in linear_fp8.TILES)):
+    for tokens in (1, linear_fp8.GEMV_ROWS):
         yield f"fp8-{tokens}", partial(product_fp8, tokens, 10304, 2688)
     yield "fp8-quantizes", partial(product_fp8, 1, 2688, 4096, out_scale=0.1)
     yield "fp8-invariant", partial(product_fp8, 8192, 2688, 4096, True)

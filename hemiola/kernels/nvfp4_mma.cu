@@ -1,0 +1,357 @@
+// Products of a few tokens with NVFP4 weights: decoded in registers, straight into the fragments of mma.m16n8k16.
+//
+// A warp takes 16 rows of weights; lane (g = lane / 4, t = lane % 4) reads 16 bytes of row g and of row g + 8 at a time,
+// at 64 s + 16 t of step s: 128 columns, of which the lane's are those that its bytes hold. A product sums over its k in
+// any order, as long as both operands agree on it: so the codes of a word, in the order in which they decode, are the
+// lane's part of two products' weights, and x lies in shared memory in that order, 16 bytes for each such word.
+//
+// A code's sign and magnitude bits, moved to a bfloat16's sign and to the last bits of its exponent with the first of
+// its mantissa, are its value times 2^-126; scales are times 2^119. Their product, e2m1 times e4m3 times 2^-7, is exact
+// in bfloat16; what remains belongs to `alpha`.
+//
+// Defined from outside: NT (tiles of 8 tokens), WR and WK (warps along rows, and along columns: their sums are added in
+// order), DEPTH (steps that a warp has under way), TOP_K and KS (of the down kernel), and IN_BYTES: the order of codes
+// and scales is that of nvfp4.py; otherwise that of nvfp4_words.py.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+struct alignas(16) u32x4 { u32 x, y, z, w; };
+
+#ifdef IN_BYTES
+const int SCALE_BYTES = 16;  // bytes of codes that a word of scales is for
+#else
+const int SCALE_BYTES = 32;
+#endif
+const int SCALE_WORDS = 64 / SCALE_BYTES;  // of a row's step
+
+__device__ __forceinline__ u32x4 load_codes(const u8 *p) {
+    u32x4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_scales(const u32 *p) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    return r;
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The scales of the 16 bytes of a lane: those of the first two and of the last two pairs of codes of a word.
+__device__ __forceinline__ void spread(u32 scales, u32 &first, u32 &second) {
+#ifdef IN_BYTES
+    first = __byte_perm(scales, 0, 0x1010);
+    second = __byte_perm(scales, 0, 0x3232);
+#else
+    first = (scales & 0x0FF00FF0u) | 0x70007000u;
+    second = (__byte_perm(scales, 0, 0x2301) & 0x0FF00FF0u) | 0x70007000u;
+#endif
+}
+
+// A word's eight codes as four pairs.
+__device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]) {
+#ifdef IN_BYTES
+    const u32 low = __byte_perm(w, 0, 0x1404), high = __byte_perm(w, 0, 0x3424), sign = 0x80008000u, m = 0x01C001C0u;
+    a[0] = mul2((low & sign) | ((low >> 6) & m), first);
+    a[1] = mul2((high & sign) | ((high >> 6) & m), first);
+    a[2] = mul2(((low << 4) & sign) | ((low >> 2) & m), second);
+    a[3] = mul2(((high << 4) & sign) | ((high >> 2) & m), second);
+#else
+    const u32 m = 0x81C081C0u;
+    a[0] = mul2(w & m, first);
+    a[1] = mul2((w << 3) & m, first);
+    a[2] = mul2((w << 6) & m, second);
+    a[3] = mul2(((w << 1) & 0x80008000u) | ((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u), second);
+#endif
+}
+
+// Where column c of x lies in a row of shared memory.
+__device__ __forceinline__ int place_of(int c) {
+#ifdef IN_BYTES
+    const int t = c / 64 % 2 * 2 + c % 32 / 16, q = c % 16 / 4, e = c / 32 % 2 * 4 + c % 4;
+#else
+    const int t = c / 64 % 2 * 2 + c % 8 / 4, q = c % 4, j = c / 8 % 8, e = j % 4 * 2 + j / 4;
+#endif
+    return c / 128 * 128 + (q * 4 + t) * 8 + e;
+}
+
+__device__ __forceinline__ float to_float(u16 v) { return __uint_as_float((u32)v << 16); }
+
+__device__ __forceinline__ u16 to_bf16(float v) {
+    u16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
+    return r;
+}
+
+// Saturating; NaN stays.
+__device__ __forceinline__ u8 to_e4m3(float v) {
+#if __CUDA_ARCH__ >= 890
+    u16 r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.f), "f"(v));
+    return (u8)r;
+#else
+    const u32 sign = __float_as_uint(v) >> 24 & 0x80;
+    const float a = fabsf(v);
+    if (a != a) return 0x7F;
+    if (a >= 448.f) return sign | 0x7E;
+    // Multiples of 2^-9 below 2^-6, and from there three bits after the leading one, to even: by adding 1.5 * 2^23 steps.
+    const int exponent = max((int)(__float_as_uint(a) >> 23) - 127, -6);
+    const float step = __uint_as_float((u32)(exponent - 3 + 127) << 23);
+    const u32 code = (u32)__float2int_rn(a / step);
+    return sign | (u32)((exponent + 6) * 8 + code);
+#endif
+}
+
+__device__ __forceinline__ float rounded(float v) { return to_float(to_bf16(v)); }
+
+// One warp: 16 rows of weights times N tiles of 8 tokens, over the steps [first, last).
+template <int N>
+struct Products {
+    const u8 *upper, *lower;  // the lane's bytes of its two rows, at the next step to load for DEPTH = 0
+    const u32 *upper_scales, *lower_scales;
+    int beyond;               // the first step at which the lane's bytes lie behind the row's end
+    u32x4 u[DEPTH], l[DEPTH];
+    u32 us[DEPTH], ls[DEPTH];
+    float acc[N][2][4];       // two sums, so that a product need not wait for the one before
+
+    // codes, scales: of the first row of the weight. A row past the end repeats the last one.
+    __device__ __forceinline__ void start(const u8 *codes, const u32 *scales, int row, int num_rows, int row_bytes,
+                                          int first, int last) {
+        const int lane = threadIdx.x % 32, t = lane % 4;
+        const i64 r0 = min(row + lane / 4, num_rows - 1), r1 = min(row + lane / 4 + 8, num_rows - 1);
+        upper = codes + r0 * row_bytes + t * 16 + first * 64;
+        lower = codes + r1 * row_bytes + t * 16 + first * 64;
+        const int in_step = SCALE_BYTES == 16 ? t : t / 2;
+        upper_scales = scales + r0 * (row_bytes / SCALE_BYTES) + in_step + first * SCALE_WORDS;
+        lower_scales = scales + r1 * (row_bytes / SCALE_BYTES) + in_step + first * SCALE_WORDS;
+        beyond = (row_bytes - t * 16 + 63) / 64;
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++)
+            if (first + i < last) load(i, first + i, i);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[n][0][i] = acc[n][1][i] = 0.f;
+    }
+
+    // Where a lane's bytes lie behind the row's end it reads the step before again: its x is zero there.
+    __device__ __forceinline__ void load(int i, int step, int ahead) {
+        const int at = step >= beyond && step > 0 ? ahead - 1 : ahead;
+        u[i] = load_codes(upper + at * 64);
+        l[i] = load_codes(lower + at * 64);
+        us[i] = load_scales(upper_scales + at * SCALE_WORDS);
+        ls[i] = load_scales(lower_scales + at * SCALE_WORDS);
+    }
+
+    // x: of each tile of tokens, the lane's place in its token's row.
+    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
+        for (int base = first; base < last; base += DEPTH) {
+#pragma unroll
+            for (int i = 0; i < DEPTH; i++) {
+                const int step = base + i;
+                if (step < last) {
+                    const u32 upper_words[4] = {u[i].x, u[i].y, u[i].z, u[i].w};
+                    const u32 lower_words[4] = {l[i].x, l[i].y, l[i].z, l[i].w};
+                    u32 u0, u1, l0, l1;
+                    spread(us[i], u0, u1);
+                    spread(ls[i], l0, l1);
+                    if (step + DEPTH < last) load(i, step + DEPTH, i + DEPTH);
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        u32 a[4], b[4];
+                        decode(upper_words[q], u0, u1, a);
+                        decode(lower_words[q], l0, l1, b);
+#pragma unroll
+                        for (int n = 0; n < N; n++) {
+                            if (n < tiles_used) {
+                                const u32x4 v = *(const u32x4 *)(x[n] + step * 128 + q * 32);
+                                mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
+                                mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
+                            }
+                        }
+                    }
+                }
+            }
+            upper += DEPTH * 64;
+            lower += DEPTH * 64;
+            upper_scales += DEPTH * SCALE_WORDS;
+            lower_scales += DEPTH * SCALE_WORDS;
+        }
+    }
+
+    __device__ __forceinline__ float sum(int n, int i) const { return acc[n][0][i] + acc[n][1][i]; }
+};
+
+// Eight columns of x, from c on, to where the products read them in shared memory.
+__device__ __forceinline__ void spread_columns(u16 *to, u32x4 v, int c) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#ifdef IN_BYTES
+#pragma unroll
+    for (int i = 0; i < 4; i++) *(u32 *)(to + place_of(c + 2 * i)) = words[i];
+#else
+    // The eight lie in eight places, in the same order from c on as from the first column of a group.
+    u16 *base = to + place_of(c);
+#pragma unroll
+    for (int i = 0; i < 8; i++) base[place_of(i)] = (u16)(words[i / 2] >> (i % 2 * 16));
+#endif
+}
+
+// Row `index / chunks` of `count` rows, eight columns each, by all threads; zeros behind a row's end.
+template <typename Row>
+__device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int padded, int x_row, Row row) {
+    const int chunks = padded / 8, threads = blockDim.x, total = count * chunks;
+    for (int base = threadIdx.x; base < total; base += 4 * threads) {
+        u32x4 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int index = base + i * threads, c = index % chunks * 8;
+            v[i] = {0, 0, 0, 0};
+            if (index < total && c < columns) v[i] = *(const u32x4 *)(row(index / chunks) + c);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int index = base + i * threads;
+            if (index < total) spread_columns(to + index / chunks * x_row, v[i], index % chunks * 8);
+        }
+    }
+}
+
+// A tile of up to 8 NT tokens or pairs times 16 WR rows of one weight. alpha: by expert; null: one_alpha.
+//
+// Tile y. With sorted_pairs: its pairs are sorted_pairs[8 NT y ..], those below num_tokens, which come first, and its
+// expert is experts[y]; nothing happens from y = *num_tiles on. With experts alone: pair y, of expert experts[y]. With
+// neither: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
+// flags: 1 squared ReLU, 2 times pair_weights, 4 quantised with out_scale to e4m3 (out is bytes then).
+extern "C" __global__ void __launch_bounds__(32 * WR * WK) rows_kernel(
+    const u16 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *sorted_pairs,
+    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float one_alpha, float out_scale, int num_tokens,
+    int pairs_per_x, int num_rows, int columns, int row_bytes, int flags) {
+    extern __shared__ __align__(16) u8 shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, wr = warp / WK, wk = warp % WK;
+    const int g = lane / 4, t = lane % 4;
+    const int steps = (row_bytes + 63) / 64, x_row = steps * 128 + 32;
+    const int row = (blockIdx.x * WR + wr) * 16, first = steps * wk / WK, last = steps * (wk + 1) / WK;
+    Products<NT> products;
+    const bool is_plain = experts == nullptr;
+    if (is_plain) products.start(codes, scales, row, num_rows, row_bytes, first, last);
+    gdc_wait();
+    gdc_launch_dependents();
+    int count, first_pair, expert = 0;
+    const int tile = blockIdx.y;
+    if (is_plain) {
+        first_pair = tile * 8 * NT;
+        count = min(num_tokens - first_pair, 8 * NT);
+    } else {
+        if (sorted_pairs != nullptr && tile >= *num_tiles) return;
+        expert = experts[tile];
+        const i64 bank = (i64)expert * num_rows;
+        products.start(codes + bank * row_bytes, scales + bank * (row_bytes / SCALE_BYTES), row, num_rows, row_bytes, first,
+                       last);
+        first_pair = tile;
+        count = 1;
+        if (sorted_pairs != nullptr) {
+            sorted_pairs += (i64)tile * 8 * NT;
+            const int own = lane < 8 * NT ? sorted_pairs[lane] : num_tokens;
+            count = __popc(__ballot_sync(0xFFFFFFFFu, own < num_tokens));
+        }
+    }
+    u16 *xs = (u16 *)shared;
+    copy_rows(xs, count, columns, steps * 128, x_row, [&](int n) {
+        const int pair = sorted_pairs != nullptr ? sorted_pairs[n] : first_pair + n;
+        return x + (i64)(pair / pairs_per_x) * x_stride;
+    });
+    __syncthreads();
+    const u16 *place[NT];
+#pragma unroll
+    for (int n = 0; n < NT; n++) place[n] = xs + (n * 8 + g < count ? n * 8 + g : 0) * x_row + t * 8;
+    products.run(first, last, place, (count + 7) / 8);
+    __syncthreads();
+    float *sums = (float *)shared;  // [WK][8 NT][16 WR]
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            sums[(wk * 8 * NT + n * 8 + t * 2 + i % 2) * 16 * WR + wr * 16 + g + i / 2 * 8] = products.sum(n, i);
+    __syncthreads();
+    const float scale = alpha != nullptr ? alpha[expert] : one_alpha;
+    for (int index = thread; index < count * 16 * WR; index += 32 * WR * WK) {
+        const int n = index / (16 * WR), r = index % (16 * WR), row = blockIdx.x * 16 * WR + r;
+        if (row >= num_rows) continue;
+        float sum = 0.f;
+#pragma unroll
+        for (int k = 0; k < WK; k++) sum += sums[(k * 8 * NT + n) * 16 * WR + r];
+        sum *= scale;
+        const int pair = sorted_pairs != nullptr ? sorted_pairs[n] : first_pair + n;
+        if (flags & 2) sum *= pair_weights[pair];
+        sum = rounded(sum);
+        if (flags & 1) sum = sum > 0.f ? rounded(sum * sum) : (sum < 0.f ? 0.f : sum * sum);
+        if (flags & 4) {
+            ((u8 *)out)[(i64)pair * num_rows + row] = to_e4m3(__fdiv_rn(sum, out_scale));
+        } else {
+            ((u16 *)out)[(i64)pair * num_rows + row] = to_bf16(sum);
+        }
+    }
+}
+
+#ifdef TOP_K
+// 16 rows of a token's routed output: each of its experts' down projections by KS warps, weighted, rounded and added in
+// routing order, scaled, and with the shared part added.
+extern "C" __global__ void __launch_bounds__(32 * TOP_K * KS) down_kernel(
+    const u16 *hidden, const u8 *codes, const u32 *scales, const float *alpha, const int *ids,
+    const float *pair_weights, const u16 *shared_part, i64 shared_stride, float routed_scale, u16 *out, int num_rows,
+    int columns, int row_bytes) {
+    extern __shared__ __align__(16) u8 shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, k = warp / KS, split = warp % KS;
+    const int g = lane / 4, t = lane % 4, token = blockIdx.y;
+    const int steps = (row_bytes + 63) / 64, x_row = steps * 128 + 32;
+    const int first = steps * split / KS, last = steps * (split + 1) / KS;
+    gdc_wait();
+    gdc_launch_dependents();
+    const int pair = token * TOP_K + k;
+    const i64 bank = (i64)ids[pair] * num_rows;
+    Products<1> products;
+    products.start(codes + bank * row_bytes, scales + bank * (row_bytes / SCALE_BYTES), blockIdx.x * 16, num_rows, row_bytes,
+                   first, last);
+    u16 *xs = (u16 *)shared;
+    copy_rows(xs, TOP_K, columns, steps * 128, x_row,
+              [&](int n) { return hidden + (i64)(token * TOP_K + n) * columns; });
+    __syncthreads();
+    const u16 *place[1] = {xs + k * x_row + t * 8};
+    products.run(first, last, place, 1);
+    __syncthreads();
+    float *sums = (float *)shared;  // [TOP_K * KS][16]
+    if (t == 0) {
+        sums[warp * 16 + g] = products.sum(0, 0);
+        sums[warp * 16 + g + 8] = products.sum(0, 2);
+    }
+    __syncthreads();
+    const int row = blockIdx.x * 16 + thread;
+    if (thread < 16 && row < num_rows) {
+        float routed = 0.f;
+        for (int i = 0; i < TOP_K; i++) {
+            float sum = 0.f;
+            for (int s = 0; s < KS; s++) sum += sums[(i * KS + s) * 16 + thread];
+            routed += rounded(sum * alpha[ids[token * TOP_K + i]] * pair_weights[token * TOP_K + i]);
+        }
+        float result = rounded(rounded(routed) * routed_scale);
+        if (shared_part != nullptr) result = rounded(result + to_float(shared_part[token * shared_stride + row]));
+        out[(i64)token * num_rows + row] = to_bf16(result);
+    }
+}
+#endif

@@ -1,0 +1,253 @@
+"""Few tokens times NVFP4 weights, in CUDA C++: a linear, and routed experts. See nvfp4_mma.cu.
+
+What Triton cannot say here is which thread holds which code. With the codes' place in the fragments of mma.m16n8k16
+known, a warp reads them once, decodes them in registers and multiplies, with nothing in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.experts import NVFP4, ExpertWeights, align, combine
+from hemiola.kernels.launch import is_interpreted, shared_memory, uses_pdl
+
+_RELU_SQUARED, _WEIGHTED, _QUANTISED = 1, 2, 4
+_STEP_BYTES, _STEP_COLUMNS, _X_PADDING = 64, 128, 32
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTile:
+    """tokens: 8, 16, 24 or 32 of a block. rows, splits: warps of a block along rows (16 each) and along columns. depth:
+    steps of 128 columns that a warp has under way."""
+
+    tokens: int
+    rows: int
+    splits: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class DownTile:
+    """splits: warps along the columns, for each of a token's experts. depth: as in RowsTile."""
+
+    splits: int
+    depth: int
+
+
+# For 1, 2, ... tokens: every pair alone, for up and for down.
+DIRECT = (
+    (RowsTile(8, 2, 4, 3), DownTile(1, 6)),
+    (RowsTile(8, 2, 4, 2), DownTile(2, 3)),
+    (RowsTile(8, 2, 4, 3), DownTile(1, 6)),
+    (RowsTile(8, 2, 4, 3), DownTile(1, 6)),
+)
+DIRECT_TOKENS = len(DIRECT)
+# By the most pairs an expert, on average, that a tile is for.
+GROUP_TILES = ((3.5, RowsTile(8, 8, 1, 3)), (9.0, RowsTile(8, 16, 1, 2)), (48.0, RowsTile(16, 16, 1, 3)))
+
+
+@cache
+def source() -> str:
+    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+
+
+def rows_options(tile: RowsTile, in_bytes: bool) -> tuple[str, ...]:
+    """What the source's macros stand for in the kernel for a tile."""
+    return (
+        f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}", f"-DDEPTH={tile.depth}",
+        *(("-DIN_BYTES",) if in_bytes else ()),
+    )  # fmt: skip
+
+
+def down_options(tile: DownTile, top_k: int) -> tuple[str, ...]:
+    return ("-DNT=1", "-DWR=1", "-DWK=1", f"-DDEPTH={tile.depth}", f"-DTOP_K={top_k}", f"-DKS={tile.splits}")
+
+
+@cache
+def _rows_function(tile: RowsTile, in_bytes: bool) -> CudaFunction:
+    return CudaModule(source(), rows_options(tile, in_bytes)).function("rows_kernel", "PlPPPPPPPPffiiiiii")
+
+
+@cache
+def _down_function(tile: DownTile, top_k: int) -> CudaFunction:
+    return CudaModule(source(), down_options(tile, top_k)).function("down_kernel", "PPPPPPPlfPiii")
+
+
+def rows_shared_bytes(tile: RowsTile, row_bytes: int) -> int:
+    """Of a block: its rows of x, and later its sums."""
+    return max(tile.tokens * _x_row_bytes(row_bytes), 4 * tile.splits * tile.tokens * 16 * tile.rows)
+
+
+def down_shared_bytes(tile: DownTile, top_k: int, row_bytes: int) -> int:
+    return max(top_k * _x_row_bytes(row_bytes), 4 * top_k * tile.splits * 16)
+
+
+def _x_row_bytes(row_bytes: int) -> int:
+    return 2 * (-(-row_bytes // _STEP_BYTES) * _STEP_COLUMNS + _X_PADDING)
+
+
+def takes(x: Tensor, row_bytes: int, tile: RowsTile) -> bool:
+    """Whether rows of x and of codes can be read 16 bytes at a time, and a block finds room for them."""
+    return (
+        not is_interpreted()
+        and len(x) > 0
+        and x.shape[1] % 8 == 0
+        and (len(x) == 1 or x.stride(0) % 8 == 0)
+        and x.data_ptr() % 16 == 0
+        and row_bytes % 16 == 0
+        and rows_shared_bytes(tile, row_bytes) <= shared_memory()
+    )
+
+
+def takes_experts(x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens: int, top_k: int) -> bool:
+    """Whether `experts` is for so many tokens of these experts."""
+    if up.scheme != NVFP4 or down.scheme != NVFP4 or down.codes.shape[1] % 8 or up.codes.shape[1] % 8:
+        return False
+    per_expert = num_tokens * top_k / len(up.codes)
+    if num_tokens > DIRECT_TOKENS and per_expert > GROUP_TILES[-1][0]:
+        return False
+    tile = group_tile(per_expert)
+    row_bytes = 4 * max(up.codes.shape[2], down.codes.shape[2])
+    return (
+        takes(x, 4 * up.codes.shape[2], tile)
+        and rows_shared_bytes(tile, row_bytes) <= shared_memory()
+        and (num_tokens > DIRECT_TOKENS or down_shared_bytes(DIRECT[0][1], top_k, row_bytes) <= shared_memory())
+        and 32 * top_k * max(down.splits for _, down in DIRECT) <= 1024
+    )
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertWeights,
+    down_: ExpertWeights,
+    routed_scale: float,
+    shared: Tensor | None,
+) -> Tensor:
+    """`kernels.experts.experts` for few pairs an expert, where `takes_experts` says so."""
+    assert up.block_scales is not None, "weights are not NVFP4"
+    assert down_.block_scales is not None, "weights are not NVFP4"
+    assert up.scale is not None, "no scale"
+    assert down_.scale is not None, "no scale"
+    num_tokens, top_k = ids.shape
+    hidden = torch.empty(ids.numel(), up.codes.shape[1], dtype=x.dtype, device=x.device)
+    if num_tokens <= DIRECT_TOKENS:
+        tile, down_tile = DIRECT[num_tokens - 1]
+        project(x, top_k, up.codes, up.block_scales, up.scale, ids, None, None, hidden, None, tile)
+        return down(hidden, down_.codes, down_.block_scales, down_.scale, ids, weights, shared, routed_scale, down_tile)
+    tile = group_tile(num_tokens * top_k / len(up.codes))
+    pairs, tile_experts, num_tiles = align(ids, len(up.codes), tile.tokens)
+    project(x, top_k, up.codes, up.block_scales, up.scale, tile_experts, pairs, num_tiles, hidden, None, tile)
+    parts = torch.empty(ids.numel(), down_.codes.shape[1], dtype=x.dtype, device=x.device)
+    project(
+        hidden, 1, down_.codes, down_.block_scales, down_.scale, tile_experts, pairs, num_tiles, parts, weights, tile
+    )
+    return combine(parts, top_k, routed_scale, shared)
+
+
+def group_tile(per_expert: float) -> RowsTile:
+    """The tile for so many pairs an expert, the last one for more."""
+    return next((tile for most, tile in GROUP_TILES if per_expert <= most), GROUP_TILES[-1][1])
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    alpha: float,
+    relu_squared: bool,
+    out_scale: float | None,
+    tile: RowsTile,
+) -> Tensor:
+    """x (T, in) bfloat16 times one weight in the order of `nvfp4`: (T, out) bfloat16, or e4m3 with out_scale.
+
+    alpha: multiplies the accumulator, `nvfp4.REMAINDER` included.
+    """
+    num_tokens, columns = x.shape
+    num_rows, row_bytes = codes.shape
+    dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
+    out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
+    flags = _RELU_SQUARED * relu_squared | _QUANTISED * (out_scale is not None)
+    _rows_function(tile, True).launch(
+        (triton.cdiv(num_rows, 16 * tile.rows), triton.cdiv(num_tokens, tile.tokens), 1),
+        (32 * tile.rows * tile.splits, 1, 1),
+        (
+            x, x.stride(0), codes, scales, None, None, None, None, None, out, alpha, out_scale or 1.0, num_tokens, 1,
+            num_rows, columns, row_bytes, flags,
+        ),
+        shared_bytes=rows_shared_bytes(tile, row_bytes),
+        pdl=uses_pdl(),
+    )  # fmt: skip
+    return out
+
+
+def project(
+    x: Tensor,
+    pairs_per_x: int,
+    codes: Tensor,
+    scales: Tensor,
+    alpha: Tensor,
+    experts: Tensor,
+    sorted_pairs: Tensor | None,
+    num_tiles: Tensor | None,
+    out: Tensor,
+    pair_weights: Tensor | None,
+    tile: RowsTile,
+) -> None:
+    """One projection of all pairs, into `out` (pairs, rows) bfloat16. Weights in the order of `nvfp4_words`.
+
+    Without pair_weights: up, with its squared ReLU; with them: down, weighted. Row p // pairs_per_x of x belongs to
+    pair p. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without sorted_pairs
+    each pair is alone, and experts are its own.
+    """
+    _, num_rows, words = codes.shape
+    row_bytes = 4 * words
+    _rows_function(tile, False).launch(
+        (triton.cdiv(num_rows, 16 * tile.rows), experts.numel(), 1),
+        (32 * tile.rows * tile.splits, 1, 1),
+        (
+            x, x.stride(0), codes, scales, alpha, sorted_pairs, experts, num_tiles, pair_weights, out, 1.0, 1.0,
+            len(out), pairs_per_x, num_rows, x.shape[1], row_bytes,
+            _RELU_SQUARED if pair_weights is None else _WEIGHTED,
+        ),
+        shared_bytes=rows_shared_bytes(tile, row_bytes),
+        pdl=uses_pdl(),
+    )  # fmt: skip
+
+
+def down(
+    hidden: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    alpha: Tensor,
+    ids: Tensor,
+    pair_weights: Tensor,
+    shared: Tensor | None,
+    routed_scale: float,
+    tile: DownTile,
+) -> Tensor:
+    """Few tokens' routed output, (T, rows) bfloat16, from hidden (pairs, inter) bfloat16 in the order of pairs: each
+    expert's projection, their weighted sum, its scale and the shared part in one kernel."""
+    num_tokens, top_k = ids.shape
+    _, num_rows, words = codes.shape
+    row_bytes = 4 * words
+    out = torch.empty(num_tokens, num_rows, dtype=hidden.dtype, device=hidden.device)
+    _down_function(tile, top_k).launch(
+        (triton.cdiv(num_rows, 16), num_tokens, 1),
+        (32 * top_k * tile.splits, 1, 1),
+        (
+            hidden, codes, scales, alpha, ids, pair_weights, shared, 0 if shared is None else shared.stride(0),
+            routed_scale, out, num_rows, hidden.shape[1], row_bytes,
+        ),
+        shared_bytes=down_shared_bytes(tile, top_k, row_bytes),
+        pdl=uses_pdl(),
+    )  # fmt: skip
+    return out
