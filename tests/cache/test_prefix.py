@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from hemiola.cache.blocks import BlockPool
-from hemiola.cache.prefix import MissReason, PrefixCache, extend_keys
+from hemiola.cache.prefix import Match, MissReason, PrefixCache, PrefixMiss, extend_keys
 from hemiola.cache.snapshots import SnapshotPool
 
 SIZE = 4
@@ -124,3 +124,52 @@ def test_clear_forgets_everything() -> None:
     p.check_integrity()
     assert find(p, text) == (0, MissReason.NO_KV)
     assert (p.blocks.num_free, p.snapshots.num_held) == (8, 0)
+
+
+def test_each_change_of_an_answer_changes_the_version() -> None:
+    """Publishing, snapshots that come, roll and go, holders, and what was given up: all that `find` depends on."""
+    p, text = cache(num_blocks=6, num_snapshots=1), list(range(17))
+    keys = keys_of(text)
+    seen = [(p.version, p.find(keys, 17))]
+
+    def changed() -> Match:
+        (version, match), now = seen[-1], (p.version, p.find(keys, 17))
+        assert now[1] != match, "nothing to see"
+        assert now[0] > version
+        seen.append(now)
+        return now[1]
+
+    blocks = p.blocks.acquire(4)
+    p.publish(keys[:2], blocks, 0)
+    assert changed().diverges_at == 8
+    p.publish(keys, blocks, 2)
+    assert changed().diverges_at == 16
+    first = p.snapshots.take(keys[0], 4, 9, None)
+    assert changed().num_tokens == 4
+    p.snapshots.roll(first, keys[1], 8, 9, None)
+    assert (changed().num_tokens, seen[-1][1].num_held) == (8, 2)
+    p.blocks.release(blocks)
+    assert changed().num_held == 0
+    p.blocks.share(blocks)
+    assert changed().num_held == 2
+    reserved = p.snapshots.reserve(keys_of(list(range(90, 130)))[-1], 40, None)
+    assert changed().miss == PrefixMiss(MissReason.EVICTED, 16, 16)
+    assert reserved is not None
+    p.snapshots.give_back(reserved)
+    p.publish(keys, blocks, 0)
+    assert changed().miss == PrefixMiss(MissReason.NO_STATE, 16, 16)
+    p.blocks.release(blocks)
+    p.blocks.acquire(5)
+    assert changed().diverges_at < 16
+    p.clear()
+    assert changed().diverges_at == 0
+
+
+def test_a_pattern_without_kv_counts_what_it_has_seen() -> None:
+    p, text = cache(0, 4), list(range(17))
+    before = p.version
+    computed(p, text)
+    assert (find(p, text)[1], p.version > before) == (MissReason.NO_STATE, True)
+    before = p.version
+    p.clear()
+    assert (find(p, text)[1], p.version > before) == (MissReason.NO_KV, True)

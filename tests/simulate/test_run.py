@@ -234,6 +234,16 @@ def test_turns_reuse_what_was_said() -> None:
     assert [record.num_cached_tokens for record in run.records] == [0, 80, 128, 192, 240]
 
 
+def test_long_answers_do_not_push_out_idle_conversations() -> None:
+    """Five snapshots: three conversations that think, and two answers of 1,600 tokens that roll theirs meanwhile."""
+    arrivals = [Arrival(str(i), seg((f"own {i}", 40)), 60, 0.0) for i in range(3)]
+    arrivals += [Arrival(f"long {i}", seg((f"long {i}", 40)), 1600, 1.0 + i) for i in range(2)]
+    arrivals += [Arrival(f"next {i}", seg((f"more {i}", 20)), 4, follow_up_of=str(i), think_s=9.0) for i in range(3)]
+    run = simulate(arrivals, plan=CachePlan(400, 64, 16, 4, 64, 5, 0, ()), max_model_len=2000)
+    assert run.scheduler.ledger.snapshots.counts.rolled > 150
+    assert [record.num_cached_tokens for record in run.records[5:]] == [96, 96, 96]
+
+
 def test_equal_names_are_equal_tokens_and_outputs_are_nobody_elses() -> None:
     prompts = [seg(("x", 64)), seg(("x", 48), ("y", 16)), seg(("y", 64)), (*range(64),), (*range(60), 1, 2, 3, 4)]
     arrivals = [Arrival(str(i), prompt, 1, float(i)) for i, prompt in enumerate(prompts)]
