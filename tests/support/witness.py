@@ -35,7 +35,7 @@ class Witness:
         self.engine, self.model = engine, engine.model
         self.seen: dict[str, Seen] = {}
         self.num_rows: list[int] = []  # requests per step
-        engine.model = self  # type: ignore[assignment]  # it passes on what it does not have
+        engine.model = engine.runner.model = self  # type: ignore[assignment]  # it passes on what it does not have
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
