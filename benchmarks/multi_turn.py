@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.machine import conditions
 from hemiola import LLM, SamplingParams
 from hemiola.front import Front
 
@@ -79,7 +80,7 @@ def _ids(draw: random.Random, count: int, vocab_size: int) -> list[int]:
 def measure(model: str | None, trace: Trace, **settings: Any) -> dict[str, Any]:
     """Both runs and what they held."""
     longest = trace.system + trace.turns * (trace.user + trace.answer)
-    runs: dict[str, Any] = {"trace": asdict(trace)}
+    runs: dict[str, Any] = {"benchmark": "multi_turn", "conditions": conditions(), "trace": asdict(trace)}
     for name, is_on in (("on", True), ("off", False)):
         llm = LLM(model, max_model_len=longest, prefix_caching=is_on, **settings)
         llm.generate([[5] * 40], SamplingParams(max_tokens=2))  # builds what is built once

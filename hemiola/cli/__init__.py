@@ -21,7 +21,7 @@ from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
 from hemiola.cli.serve import serve
 from hemiola.cli.simulate import simulate
-from hemiola.config.threads import wait_passively
+from hemiola.config.threads import keep_fewer_products, wait_passively
 
 app = typer.Typer(
     cls=Commands,
@@ -59,6 +59,7 @@ def _options(
 def main() -> None:
     """Entry point of the `hemiola` script."""
     wait_passively()
+    keep_fewer_products()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
     app(prog_name="hemiola")
