@@ -6,8 +6,8 @@ Traffic: new prompts, prompts that share beginnings, the same prompt again, answ
 choices, random and greedy, log-probabilities, priorities; one in eight is aborted somewhere. The caches are small, so
 that requests have to give way, and integrity is checked every second. Memory is the resident set of the process; its
 slope is the least-squares line over the samples of the second half (the first builds what is built once). In bf16 that
-includes compiled products, of which as many are kept as under the command line (see hemiola.config.threads); float32 has
-none and shows the engine's own memory alone.
+includes compiled products, of which as many are kept as under the command line (see hemiola.config.threads); float32
+has none and shows the engine's own memory alone.
 """
 
 from __future__ import annotations
