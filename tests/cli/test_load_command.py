@@ -78,9 +78,12 @@ def test_what_it_reports_is_what_the_server_did(server: Live, key_file: Path, tm
 
 def test_the_table_and_clients_that_leave(server: Live, key_file: Path) -> None:
     arguments = ["--api-key-file", key_file, "--num-requests", 10, "--concurrency", 5, *SMALL, "--abandon", 1]
-    result = run(server.url, *arguments)
-    assert result.exit_code == 0
-    assert " abandoned" in result.stdout
+    result = run(server.url, *arguments, "--json", "-")
+    requests = json.loads(result.stdout)["requests"]
+    assert len(requests) == 10
+    left = [request for request in requests if request["outcome"] == "abandoned"]
+    assert any(request["first_s"] is None for request in left)
+    assert any(request["first_s"] is not None and request["end_s"] is None for request in left), "none in mid-answer"
     server.settle()
     result = run(server.url, "--api-key-file", key_file, "--num-requests", 4, "--concurrency", 2, *SMALL)
     assert "4 finished" in result.stdout
