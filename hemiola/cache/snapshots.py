@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from math import log2
 
 from hemiola.cache.movements import CopyState, Forget, LoadState, Movement, SaveState
 
@@ -62,6 +65,9 @@ class SnapshotCounts:
     host_hits: int = 0
 
 
+_Heap = list[tuple[float, int, Snapshot]]
+
+
 @dataclass(slots=True)
 class SnapshotPool:
     """Slots first_slot .. first_slot + size - 1 of the state tensors, and `host_size` places on the host.
@@ -80,6 +86,9 @@ class SnapshotPool:
     version: int = 0
     _free: list[int] = field(init=False)
     _held: dict[bytes, Snapshot] = field(default_factory=dict)
+    # By value when ranked, which is no more than now; one heap for the device, one for the host.
+    _heaps: tuple[_Heap, _Heap] = field(default_factory=lambda: ([], []))
+    _serials: Iterator[int] = field(default_factory=count)
     _reserved: set[int] = field(default_factory=set)
     _num_on_host: int = 0
     _clock: int = 0
@@ -183,8 +192,11 @@ class SnapshotPool:
                 self.drop(old.key)
             return new
         del self._held[old.key]
-        old.key, old.num_tokens, old.last_used = key, num_tokens, self._clock
+        value = self.value(old)
+        old.key, old.num_tokens, old.below, old.last_used = key, num_tokens, below, self._clock
         self._held[key] = old
+        if self.value(old) < value:
+            self._rank(old)
         self.version += 1
         self.counts.rolled += 1
         self.movements.append(CopyState(slot, old.slot))
@@ -205,8 +217,10 @@ class SnapshotPool:
             self.movements.append(Forget(snapshot.host))
 
     def value(self, snapshot: Snapshot) -> float:
-        age = (self._clock - snapshot.last_used) / (self.size + self.host_size)
-        return snapshot.tokens_saved * (1 + snapshot.hits) * float(2.0**-age)
+        """log2 of it, but for what the present time takes from all alike. It grows with use and when something below is
+        given up, and falls only when one rolls past a new fixed one."""
+        used = snapshot.last_used / (self.size + self.host_size)
+        return log2(snapshot.tokens_saved * (1 + snapshot.hits)) + used
 
     def check_integrity(self) -> None:
         """Every slot is free, reserved or holds one snapshot. Raises: AssertionError."""
@@ -226,6 +240,7 @@ class SnapshotPool:
 
     def _hold(self, new: Snapshot) -> None:
         self._held[new.key] = new
+        self._rank(new)
         self.version += 1
         self.counts.taken += 1
 
@@ -245,6 +260,7 @@ class SnapshotPool:
         slot = least.slot
         if self.host_size and self._host_room(least):
             least.slot, least.host = -1, next(self.host_names)
+            self._rank(least)
             self._num_on_host += 1
             self.counts.to_host += 1
             self.movements.append(SaveState(slot, least.host))
@@ -262,11 +278,38 @@ class SnapshotPool:
         self._evict(least)
         return True
 
+    def _rank(self, snapshot: Snapshot) -> None:
+        on_host = snapshot.slot < 0
+        heap = self._heaps[on_host]
+        if len(heap) < 2 * (self.size + self.host_size):
+            heappush(heap, (self.value(snapshot), next(self._serials), snapshot))
+        else:  # most of them are gone
+            there = [s for s in self._held.values() if _is_there(s, on_host)]
+            heap[:] = [(self.value(s), next(self._serials), s) for s in there]
+            heapify(heap)
+
     def _least(self, *, on_host: bool) -> Snapshot | None:
-        unpinned = [s for s in self._held.values() if not s.pins and (s.slot < 0) == on_host]
-        return min(unpinned, key=self.value, default=None)
+        """The least valuable one there that nobody is about to read."""
+        heap, pinned, least = self._heaps[on_host], [], None
+        while heap and least is None:
+            value, serial, snapshot = heap[0]
+            if not _is_there(snapshot, on_host):
+                heappop(heap)
+            elif (now := self.value(snapshot)) > value:
+                heapreplace(heap, (now, serial, snapshot))
+            elif snapshot.pins:
+                pinned.append(heappop(heap))
+            else:
+                least = snapshot
+        for entry in pinned:
+            heappush(heap, entry)
+        return least
 
     def _evict(self, snapshot: Snapshot) -> None:
         self.counts.evicted += 1
         self.drop(snapshot.key)
         self.on_evict(snapshot.key)
+
+
+def _is_there(snapshot: Snapshot, on_host: bool) -> bool:
+    return snapshot.is_held and (snapshot.slot < 0) == on_host

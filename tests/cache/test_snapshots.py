@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import count
 
 import pytest
@@ -125,6 +126,65 @@ def test_rolling_makes_nobody_older() -> None:
     assert held(p) == {"idle", "7984"}
     assert p.roll(None, b"longer", 112, 4, None) is not None
     assert held(p) == {"longer", "7984"}
+
+
+def test_one_that_rolls_past_a_fixed_one_is_worth_what_it_saves_over_that() -> None:
+    """A prompt in pieces rolls to 500, leaves a fixed one at its end, 1,000, and goes on in the answer."""
+    p = pool(3)
+    take(p, "idle", 100)
+    rolling = p.roll(None, b"500", 500, 3, None)
+    prompt = take(p, "prompt", 1000)
+    assert p.roll(rolling, b"1016", 1016, 3, prompt) is rolling
+    assert rolling is not None
+    assert rolling.tokens_saved == 16
+    take(p, "other", 60)
+    assert held(p) == {"idle", "prompt", "other"}
+
+
+def test_the_order_is_that_of_all_values_at_any_time() -> None:
+    """Random snapshots, hits, rolls and drops: what gives way is what a look at all values names."""
+    draw = random.Random(1)
+    p = pool(12, host_size=5)
+    rolling: list[Snapshot | None] = [None] * 3
+    known: list[Snapshot] = []
+    for number in range(6000):
+        for on_host in (False, True):
+            values = [p.value(s) for s in p._held.values() if not s.pins and (s.slot < 0) == on_host]
+            least = p._least(on_host=on_host)
+            assert (least and p.value(least)) == min(values, default=None)
+        known = [snapshot for snapshot in known if snapshot.is_held]
+        below = draw.choice([None, *(s for s in known if s.is_fixed)])
+        key, num_tokens = str(number).encode(), (below.num_tokens if below else 0) + draw.randrange(1, 300)
+        kind = draw.random()
+        if kind < 0.4 and (taken := p.take(key, num_tokens, 0, below)) is not None:
+            taken.is_fixed = True
+            known.append(taken)
+        elif kind < 0.8:
+            which = draw.randrange(3)
+            rolling[which] = p.roll(rolling[which], key, num_tokens, 0, below)
+            known += [s for s in (rolling[which],) if s is not None and s not in known]
+        elif known and (snapshot := draw.choice(known)).pins:
+            p.unpin(snapshot)
+        elif known and draw.random() < 0.7:
+            p.pin(snapshot)
+        elif known:
+            p.drop(snapshot.key)
+        p.check_integrity()
+    assert p.counts.evicted > 100
+    assert p.counts.to_host > 100
+    assert p.counts.rolled > 100
+
+
+def test_asking_in_vain_looks_at_a_few_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = pool(2000)
+    for number in range(2000):
+        take(p, f"idle {number}", 100 + number)
+    looks = []
+    value = SnapshotPool.value
+    monkeypatch.setattr(SnapshotPool, "value", lambda self, s: looks.append(s) or value(self, s))
+    for number in range(1000):
+        assert p.roll(None, f"asks {number}".encode(), 16, 3, None) is None
+    assert len(looks) <= 3 * 1000
 
 
 def test_a_rolled_one_leaves_nothing_on_the_host() -> None:
