@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hemiola.kernels import linear_dense, linear_nvfp4, nvfp4
 from hemiola.kernels.linear_dense import GemvTile
-from hemiola.kernels.quantize import finish
 from hemiola.kernels.split_k import DotTile, split
 
 BYTES_TO_ROTATE = 150e6
@@ -43,10 +42,7 @@ Tile = GemvTile | DotTile | str
 def candidates(scheme: str, tokens: int, out_size: int) -> Iterator[Tile]:
     """Tiles that may be right for so many tokens; a name stands for torch's product, with its epilogue apart."""
     is_large = out_size > 100_000
-    if scheme == "nvfp4":
-        if tokens >= 256 and not is_large:
-            yield "dequantize"
-    else:
+    if scheme != "nvfp4":
         yield "torch"
     if scheme != "nvfp4" and tokens <= 4:
         vector = 16 if scheme == "fp8" else 8
@@ -134,12 +130,8 @@ def call(case: Case, x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
     """One product, as the launcher would make it with this tile."""
     relu = case.name == "shared up"
     if case.scheme == "nvfp4":
-        if isinstance(case.tile, DotTile):
-            return linear_nvfp4.dot(x, *weight, 1.0, relu, None, case.tile)
-        dense = linear_nvfp4.dequantize(*weight, x.shape[1])
-        y = torch.empty(len(x), len(dense), dtype=x.dtype, device=x.device)
-        torch.addmm(y, x, dense.T, beta=0, alpha=0.1, out=y)
-        return finish(y, relu)
+        assert isinstance(case.tile, DotTile), "NVFP4 weights are decoded in tiles"
+        return linear_nvfp4.dot(x, *weight, 1.0, relu, None, case.tile)
     if isinstance(case.tile, GemvTile):
         return linear_dense.gemv(x, weight[0], 0.1, False, None, case.tile)
     if isinstance(case.tile, DotTile):

@@ -1,3 +1,4 @@
+# ruff: noqa: B023  (what is bound in a loop is called before its next round)
 """Time the CUDA kernels for few tokens and NVFP4 weights at the geometry of Nemotron-3 Nano 30B, tile against tile.
 
     python -m benchmarks.kernel_nvfp4 [--tokens 1,64]
@@ -80,8 +81,8 @@ def time_experts(tokens: list[int]) -> None:
                 time_parts(x, routings, banks, RowsTile(8, rows, splits, depth))
         time_calls(
             candidates(num_tokens),
-            lambda call: call(x, *routings[0], *banks[0]),  # noqa: B023 - called before the next round
-            lambda call: [partial(call, x, *r, *banks[i % 2]) for i, r in enumerate(routings)],  # noqa: B023
+            lambda call: call(x, *routings[0], *banks[0]),
+            lambda call: [partial(call, x, *r, *banks[i % 2]) for i, r in enumerate(routings)],
             taken * expert_bytes,
         )
 
@@ -124,7 +125,7 @@ def time_linears(tokens: list[int]) -> None:
             x = torch.randn(num_tokens, columns, device="cuda", dtype=torch.bfloat16)
             relu = name == "shared up"
             calls: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
-                ("triton", lambda c, s: linear_nvfp4.linear_nvfp4(x, c, s, 1e-4, relu))  # noqa: B023
+                ("triton", lambda c, s: linear_nvfp4.linear_nvfp4(x, c, s, 1e-4, relu))
             ]
             for wr, wk, depth in (
                 (1, 4, 3),
@@ -140,22 +141,22 @@ def time_linears(tokens: list[int]) -> None:
                 calls.append(
                     (
                         f"mma {wr} {wk} {depth}",
-                        lambda c, s, tile=tile: nvfp4_mma.linear(  # noqa: B023
+                        lambda c, s, tile=tile: nvfp4_mma.linear(
                             x,
                             c,
                             s,
                             1e-4 * nvfp4.REMAINDER,
                             relu,
                             None,
-                            tile,  # noqa: B023
+                            tile,
                         ),
                     )
                 )
             print(f"{name}, T = {num_tokens}: {num_bytes / 1e6:.1f} MB", flush=True)
             time_calls(
                 iter(calls),
-                lambda call: call(codes[0], scales[0]),  # noqa: B023
-                lambda call: [partial(call, c, s) for c, s in zip(codes, scales, strict=True)],  # noqa: B023
+                lambda call: call(codes[0], scales[0]),
+                lambda call: [partial(call, c, s) for c, s in zip(codes, scales, strict=True)],
                 num_bytes,
             )
 

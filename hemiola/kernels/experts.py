@@ -371,6 +371,8 @@ ROW_TILES = {
 }
 # Most tokens that take the kernels for few.
 FEW_TOKENS = {NVFP4: 4, FP8: 4, BF16: 4}
+# By scheme: what the same tokens take instead, every pair a tile of its own on tensor cores.
+SINGLE_TILES = {FP8: GroupTiles(64, 16, 256, 4, 4)}
 ALIGN_CHUNK = 2048  # pairs at a time
 # By scheme: from how many pairs an expert on, the tile.
 GROUP_TILES = {
@@ -379,9 +381,8 @@ GROUP_TILES = {
         (48, GroupTiles(128, 64, 16, 8, 3)),
     ),
     FP8: (
-        (0, GroupTiles(64, 16, 128, 4, 4)),
-        (24, GroupTiles(64, 64, 128, 4, 4)),
-        (96, GroupTiles(128, 128, 128, 8, 3)),
+        (0, GroupTiles(128, 16, 128, 8, 4)),
+        (48, GroupTiles(128, 64, 128, 4, 3)),
     ),
     BF16: ((0, GroupTiles(64, 16, 64, 4, 4)), (24, GroupTiles(64, 64, 64, 4, 4)), (96, GroupTiles(128, 128, 64, 8, 3))),
 }
@@ -404,6 +405,9 @@ def experts(
     """
     num_tokens, top_k = ids.shape
     if not invariant and num_tokens <= min(FEW_TOKENS[up.scheme], FEW_TOKENS[down.scheme]):
+        if up.scheme == down.scheme and (single := SINGLE_TILES.get(up.scheme)):
+            single = _fitting(single)
+            return experts_by_group(x, ids, weights, up, down, routed_scale, shared, single, single, single=True)
         by_row = ROW_TILES[up.scheme][0], ROW_TILES[down.scheme][1]
         return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *by_row)
     per_expert = 0.0 if invariant else num_tokens * top_k / len(up.codes)
@@ -416,9 +420,12 @@ def group_tiles(scheme: int, per_expert: float) -> GroupTiles:
     if scheme == NVFP4 and capability() in TENSOR_MEMORY:
         per_expert = min(per_expert, 24.0)
     tiles = next(tiles for least, tiles in reversed(GROUP_TILES[scheme]) if per_expert >= least)
-    if capability() in SMALL_SHARED:
-        return replace(tiles, num_stages=2)
-    return tiles
+    return _fitting(tiles)
+
+
+def _fitting(tiles: GroupTiles) -> GroupTiles:
+    """The tile with as many stages as the GPU's shared memory has room for."""
+    return replace(tiles, num_stages=2) if capability() in SMALL_SHARED else tiles
 
 
 def experts_by_row(

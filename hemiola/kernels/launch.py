@@ -2,7 +2,7 @@
 
 With programmatic dependent launch a kernel may start while the one before it in the stream still runs. It waits
 (`gdc_wait`) before it reads what earlier kernels wrote and before it writes anything; what it does before that, such as
-loading weights, overlaps. Every kernel that is launched so has to wait, because a kernel's end vouches for all before it.
+loading weights, overlaps. Every kernel that is launched so has to wait: a kernel's end vouches for all before it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def shared_memory() -> int:
     """Bytes of shared memory that a block may ask for."""
     if torch.cuda.is_available():
         return _device_shared_memory()
-    return 99 << 10 if capability() in (86, 89, 120) else 163 << 10 if capability() == 80 else 227 << 10
+    by_capability = {0: 227, 80: 163, 86: 99, 89: 99, 120: 99, 121: 99}
+    return by_capability.get(capability(), 227) << 10
 
 
 @cache

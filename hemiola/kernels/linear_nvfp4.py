@@ -1,4 +1,4 @@
-"""Products with an NVFP4 weight: decoded on its way into the tensor cores, or once into memory for very many tokens.
+"""Products with an NVFP4 weight, decoded on its way into the tensor cores.
 
 Decoding costs integer instructions for every code, so that even one token is best served by the tensor cores, which
 leave the other units to it. Weight rows are on the side of the tile where the hardware wants 64; tokens on the side
@@ -13,24 +13,32 @@ import triton.language as tl
 from torch import Tensor
 
 from hemiola.kernels import nvfp4, nvfp4_mma
-from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, is_interpreted, launch_options, uses_pdl
+from hemiola.kernels.launch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    is_interpreted,
+    launch_options,
+    shared_memory,
+    uses_pdl,
+)
 from hemiola.kernels.nvfp4_mma import RowsTile
 from hemiola.kernels.prefetch import prefetch_rows
-from hemiola.kernels.quantize import finish, finish_tile
+from hemiola.kernels.quantize import finish_tile
 from hemiola.kernels.split_k import DotTile, add_splits, split
 
 MMA_TOKENS = 8  # so many take the CUDA kernel
 MMA_TILE = RowsTile(8, 2, 8, 2)
-MMA_TILE_OF_MANY_ROWS = RowsTile(8, 8, 1, 3)
+MMA_TILE_OF_MANY_ROWS = RowsTile(8, 8, 1, 2)
 MANY_ROWS = 1 << 15  # enough to fill a GPU without sharing out the columns
-# By the most tokens that a tile is for. Above the last one the weight is decoded into memory.
+# By the most tokens that a tile is for, the last one for more.
 TILES = (
     (16, DotTile(64, 16, 128, 5, 4, 264)),
     (32, DotTile(64, 32, 128, 4, 4, 264)),
     (64, DotTile(64, 64, 128, 4, 4, 264)),
-    (128, DotTile(64, 128, 128, 3, 4, 264)),
-    (512, DotTile(128, 128, 64, 4, 8, 132)),
+    (512, DotTile(64, 128, 128, 3, 4, 264)),
+    (1 << 31, DotTile(128, 128, 64, 4, 8)),
 )
+SMALL_SHARED = 128 << 10  # a GPU with less has room for two stages only
 INVARIANT = DotTile(64, 64, 128, 4, 4)
 
 
@@ -109,51 +117,6 @@ def _linear_nvfp4(
     tl.store(y_ptr + tokens.to(tl.int64)[None, :] * num_rows + rows[:, None], y, mask=is_mine)
 
 
-@triton.jit
-def _dequantize(
-    packed_ptr,
-    scales_ptr,
-    y_ptr,
-    num_rows,
-    num_columns,
-    row_bytes,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
-    PDL: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    WORDS: tl.constexpr = BYTES // 16
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None]
-    in_bytes = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
-    in_words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
-    packed = tl.load(packed_ptr + row * row_bytes + in_bytes, in_bytes < row_bytes, 0)
-    words = tl.load(scales_ptr + row * (row_bytes // 16) + in_words, in_words < row_bytes // 16, 0)
-    lo_scale, hi_scale = nvfp4.block_scales(words)
-    lo_scale = nvfp4.per_byte(lo_scale, ROWS, WORDS)
-    hi_scale = nvfp4.per_byte(hi_scale, ROWS, WORDS)
-    lo, hi = nvfp4.decode(packed, lo_scale, hi_scale, ASM)
-    columns = in_bytes // 32 * 64 + in_bytes % 32
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    is_row = rows[:, None] < num_rows
-    tl.store(y_ptr + row * num_columns + columns, lo, mask=is_row & (columns < num_columns))
-    tl.store(y_ptr + row * num_columns + columns + 32, hi, mask=is_row & (columns + 32 < num_columns))
-
-
-def dequantize(packed: Tensor, scales: Tensor, num_columns: int) -> Tensor:
-    """(out, num_columns) bfloat16, exact: the weight over `nvfp4.REMAINDER` and without its tensor's scale."""
-    num_rows, row_bytes = packed.shape
-    weight = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=packed.device)
-    pdl, rows, num_bytes = uses_pdl(), 8, 256
-    _dequantize[(triton.cdiv(num_rows, rows), triton.cdiv(row_bytes, num_bytes))](
-        packed, scales, weight, num_rows, num_columns, row_bytes,
-        ROWS=rows, BYTES=num_bytes, PDL=pdl, ASM=not is_interpreted(), num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
-    return weight
-
-
 def linear_nvfp4(
     x: Tensor,
     packed: Tensor,
@@ -173,13 +136,10 @@ def linear_nvfp4(
         mma_tile = MMA_TILE_OF_MANY_ROWS if len(packed) >= MANY_ROWS else MMA_TILE
         if nvfp4_mma.takes(x, packed.shape[1], mma_tile):
             return nvfp4_mma.linear(x, packed, scales, scale * nvfp4.REMAINDER, relu_squared, out_scale, mma_tile)
-    tile = INVARIANT if invariant else next((tile for most, tile in TILES if num_tokens <= most), None)
-    if tile is not None:
-        return dot(x, packed, scales, scale, relu_squared, out_scale, tile)
-    weight = dequantize(packed, scales, x.shape[1])
-    y = torch.empty(num_tokens, len(weight), dtype=x.dtype, device=x.device)
-    torch.addmm(y, x, weight.T, beta=0, alpha=scale * nvfp4.REMAINDER, out=y)
-    return finish(y, relu_squared, out_scale)
+    tile = INVARIANT if invariant else next(tile for most, tile in TILES if num_tokens <= most)
+    if shared_memory() < SMALL_SHARED:
+        tile = tile._replace(stages=min(tile.stages, 2))
+    return dot(x, packed, scales, scale, relu_squared, out_scale, tile)
 
 
 def dot(

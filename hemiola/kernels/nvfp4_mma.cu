@@ -10,7 +10,7 @@
 // in bfloat16; what remains belongs to `alpha`.
 //
 // Defined from outside: NT (tiles of 8 tokens), WR and WK (warps along rows, and along columns: their sums are added in
-// order), DEPTH (steps that a warp has under way), TOP_K and KS (of the down kernel), and IN_BYTES: the order of codes
+// order), DEPTH (steps that a warp has under way, even), TOP_K and KS (of the down kernel), and IN_BYTES: the order of codes
 // and scales is that of nvfp4.py; otherwise that of nvfp4_words.py.
 
 typedef unsigned int u32;
@@ -34,9 +34,10 @@ __device__ __forceinline__ u32x4 load_codes(const u8 *p) {
     return v;
 }
 
+// A sector holds the scales of several steps: they are kept in L1 until their turn comes.
 __device__ __forceinline__ u32 load_scales(const u32 *p) {
     u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 
@@ -79,6 +80,11 @@ __device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]
     a[2] = mul2((w << 6) & m, second);
     a[3] = mul2(((w << 1) & 0x80008000u) | ((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u), second);
 #endif
+}
+
+// The first of `steps` steps that is part `part` of `parts`: even, so that two steps are 128 bytes of a row.
+__device__ __forceinline__ int split_at(int steps, int part, int parts) {
+    return part == parts ? steps : steps * part / parts / 2 * 2;
 }
 
 // Where column c of x lies in a row of shared memory.
@@ -159,39 +165,50 @@ struct Products {
         ls[i] = load_scales(lower_scales + at * SCALE_WORDS);
     }
 
-    // x: of each tile of tokens, the lane's place in its token's row.
+    // x: of each tile of tokens, the lane's place in its token's row. Steps are loaded two at a time: together they are
+    // the 128 bytes of a row that come from memory as one.
     __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
         for (int base = first; base < last; base += DEPTH) {
 #pragma unroll
-            for (int i = 0; i < DEPTH; i++) {
+            for (int i = 0; i < DEPTH; i += 2) {
                 const int step = base + i;
                 if (step < last) {
-                    const u32 upper_words[4] = {u[i].x, u[i].y, u[i].z, u[i].w};
-                    const u32 lower_words[4] = {l[i].x, l[i].y, l[i].z, l[i].w};
-                    u32 u0, u1, l0, l1;
-                    spread(us[i], u0, u1);
-                    spread(ls[i], l0, l1);
+                    const u32x4 upper_words[2] = {u[i], u[i + 1]}, lower_words[2] = {l[i], l[i + 1]};
+                    const u32 upper_scale[2] = {us[i], us[i + 1]}, lower_scale[2] = {ls[i], ls[i + 1]};
                     if (step + DEPTH < last) load(i, step + DEPTH, i + DEPTH);
-#pragma unroll
-                    for (int q = 0; q < 4; q++) {
-                        u32 a[4], b[4];
-                        decode(upper_words[q], u0, u1, a);
-                        decode(lower_words[q], l0, l1, b);
-#pragma unroll
-                        for (int n = 0; n < N; n++) {
-                            if (n < tiles_used) {
-                                const u32x4 v = *(const u32x4 *)(x[n] + step * 128 + q * 32);
-                                mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
-                                mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
-                            }
-                        }
-                    }
+                    if (step + DEPTH + 1 < last) load(i + 1, step + DEPTH + 1, i + DEPTH + 1);
+                    multiply(upper_words[0], lower_words[0], upper_scale[0], lower_scale[0], x, step, tiles_used);
+                    if (step + 1 < last)
+                        multiply(upper_words[1], lower_words[1], upper_scale[1], lower_scale[1], x, step + 1, tiles_used);
                 }
             }
             upper += DEPTH * 64;
             lower += DEPTH * 64;
             upper_scales += DEPTH * SCALE_WORDS;
             lower_scales += DEPTH * SCALE_WORDS;
+        }
+    }
+
+    __device__ __forceinline__ void multiply(const u32x4 &upper_words, const u32x4 &lower_words, u32 upper_scale,
+                                             u32 lower_scale, const u16 *const (&x)[N], int step, int tiles_used) {
+        const u32 upper_word[4] = {upper_words.x, upper_words.y, upper_words.z, upper_words.w};
+        const u32 lower_word[4] = {lower_words.x, lower_words.y, lower_words.z, lower_words.w};
+        u32 u0, u1, l0, l1;
+        spread(upper_scale, u0, u1);
+        spread(lower_scale, l0, l1);
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            u32 a[4], b[4];
+            decode(upper_word[q], u0, u1, a);
+            decode(lower_word[q], l0, l1, b);
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                if (n < tiles_used) {
+                    const u32x4 v = *(const u32x4 *)(x[n] + step * 128 + q * 32);
+                    mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
+                    mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
+                }
+            }
         }
     }
 
@@ -246,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) rows_kernel(
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, wr = warp / WK, wk = warp % WK;
     const int g = lane / 4, t = lane % 4;
     const int steps = (row_bytes + 63) / 64, x_row = steps * 128 + 32;
-    const int row = (blockIdx.x * WR + wr) * 16, first = steps * wk / WK, last = steps * (wk + 1) / WK;
+    const int row = (blockIdx.x * WR + wr) * 16, first = split_at(steps, wk, WK), last = split_at(steps, wk + 1, WK);
     Products<NT> products;
     const bool is_plain = experts == nullptr;
     if (is_plain) products.start(codes, scales, row, num_rows, row_bytes, first, last);
@@ -320,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(32 * TOP_K * KS) down_kernel(
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, k = warp / KS, split = warp % KS;
     const int g = lane / 4, t = lane % 4, token = blockIdx.y;
     const int steps = (row_bytes + 63) / 64, x_row = steps * 128 + 32;
-    const int first = steps * split / KS, last = steps * (split + 1) / KS;
+    const int first = split_at(steps, split, KS), last = split_at(steps, split + 1, KS);
     gdc_wait();
     gdc_launch_dependents();
     const int pair = token * TOP_K + k;

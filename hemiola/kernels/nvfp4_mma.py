@@ -25,7 +25,7 @@ _STEP_BYTES, _STEP_COLUMNS, _X_PADDING = 64, 128, 32
 @dataclass(frozen=True, slots=True)
 class RowsTile:
     """tokens: 8, 16, 24 or 32 of a block. rows, splits: warps of a block along rows (16 each) and along columns. depth:
-    steps of 128 columns that a warp has under way."""
+    steps of 128 columns that a warp has under way, an even number."""
 
     tokens: int
     rows: int
@@ -43,14 +43,15 @@ class DownTile:
 
 # For 1, 2, ... tokens: every pair alone, for up and for down.
 DIRECT = (
-    (RowsTile(8, 2, 4, 3), DownTile(1, 6)),
-    (RowsTile(8, 2, 4, 2), DownTile(2, 3)),
-    (RowsTile(8, 2, 4, 3), DownTile(1, 6)),
-    (RowsTile(8, 2, 4, 3), DownTile(1, 6)),
+    (RowsTile(8, 2, 4, 2), DownTile(1, 4)),
+    (RowsTile(8, 2, 4, 2), DownTile(2, 2)),
+    (RowsTile(8, 2, 4, 2), DownTile(1, 4)),
+    (RowsTile(8, 2, 4, 2), DownTile(1, 4)),
 )
 DIRECT_TOKENS = len(DIRECT)
+DIRECT_TOP_K = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By the most pairs an expert, on average, that a tile is for.
-GROUP_TILES = ((3.5, RowsTile(8, 8, 1, 3)), (9.0, RowsTile(8, 16, 1, 2)), (48.0, RowsTile(16, 16, 1, 3)))
+GROUP_TILES = ((3.5, RowsTile(8, 8, 1, 2)), (9.0, RowsTile(8, 16, 1, 2)), (48.0, RowsTile(16, 16, 1, 2)))
 
 
 @cache
@@ -110,17 +111,22 @@ def takes_experts(x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens:
     """Whether `experts` is for so many tokens of these experts."""
     if up.scheme != NVFP4 or down.scheme != NVFP4 or down.codes.shape[1] % 8 or up.codes.shape[1] % 8:
         return False
-    per_expert = num_tokens * top_k / len(up.codes)
-    if num_tokens > DIRECT_TOKENS and per_expert > GROUP_TILES[-1][0]:
-        return False
-    tile = group_tile(per_expert)
     row_bytes = 4 * max(up.codes.shape[2], down.codes.shape[2])
-    return (
-        takes(x, 4 * up.codes.shape[2], tile)
-        and rows_shared_bytes(tile, row_bytes) <= shared_memory()
-        and (num_tokens > DIRECT_TOKENS or down_shared_bytes(DIRECT[0][1], top_k, row_bytes) <= shared_memory())
-        and 32 * top_k * max(down.splits for _, down in DIRECT) <= 1024
-    )
+    if is_direct(num_tokens, top_k):
+        tile, down_tile = DIRECT[num_tokens - 1]
+        if down_shared_bytes(down_tile, top_k, row_bytes) > shared_memory():
+            return False
+    else:
+        per_expert = num_tokens * top_k / len(up.codes)
+        if per_expert > GROUP_TILES[-1][0]:
+            return False
+        tile = group_tile(per_expert)
+    return takes(x, row_bytes, tile)
+
+
+def is_direct(num_tokens: int, top_k: int) -> bool:
+    """Whether so few pairs are taken one by one, not grouped by their experts."""
+    return num_tokens <= DIRECT_TOKENS and top_k <= DIRECT_TOP_K
 
 
 def experts(
@@ -139,7 +145,7 @@ def experts(
     assert down_.scale is not None, "no scale"
     num_tokens, top_k = ids.shape
     hidden = torch.empty(ids.numel(), up.codes.shape[1], dtype=x.dtype, device=x.device)
-    if num_tokens <= DIRECT_TOKENS:
+    if is_direct(num_tokens, top_k):
         tile, down_tile = DIRECT[num_tokens - 1]
         project(x, top_k, up.codes, up.block_scales, up.scale, ids, None, None, hidden, None, tile)
         return down(hidden, down_.codes, down_.block_scales, down_.scale, ids, weights, shared, routed_scale, down_tile)

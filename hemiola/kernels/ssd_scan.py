@@ -35,30 +35,33 @@ class Chunks(NamedTuple):
 class ScanTiles(NamedTuple):
     """Tile sizes of the scan.
 
-    state_columns: of N, in a program of `_states`. tokens: rows of the scores in one of `_outputs`, which loops over
-    `heads` heads of a group. *_warps, *_stages: of either kernel.
+    state_columns: of N, in a program of `_states`. tokens, inner: rows and columns of the scores in one of `_outputs`,
+    which loops over `heads` heads of a group; `inner` that covers a chunk computes C B once for all of them.
+    *_warps, *_stages: of either kernel.
     """
 
     state_columns: int
     state_warps: int
     state_stages: int
     tokens: int
+    inner: int
     heads: int
     output_warps: int
     output_stages: int
 
 
 _LEAST = 16  # what tl.dot takes
-_WHOLE_CHUNK = 128  # up to here one product covers a chunk
+_STATE_INNER = 128  # tokens that a product of `_states` sums over
 _STEP_HEADS = 16
 
 
 def _tiles_for(arch: int, block_p: int, block_n: int, chunk_size: int) -> ScanTiles:
     """By architecture and the model's dimensions: what fits registers and shared memory without spilling."""
     if arch not in (90, 100, 103):  # no products of whole warp groups
-        return ScanTiles(32, 8, 2, 32, 8, 4, 2)
-    is_large = block_p > 64 or block_n > 128 or chunk_size > _WHOLE_CHUNK
-    return ScanTiles(64, 4, 2 if is_large else 3, 64, 8, 8 if is_large or arch > 90 else 4, 2)
+        return ScanTiles(32, 8, 2, 32, 128 if chunk_size <= 128 else 32, 8, 4, 2)
+    if block_p > 64 or block_n > 128 or chunk_size > 128:
+        return ScanTiles(64, 4, 2, 64, 128 if chunk_size <= 128 else 64, 8, 8, 2)
+    return ScanTiles(64, 4, 3, 64, 128, 8, 4 if arch == 90 else 8, 2)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -139,7 +142,7 @@ def _states(
     first = tl.load(first_chunk_ptr + row)
     first_edge = start + CHUNK - computed % CHUNK
     num_chunks = tl.load(first_chunk_ptr + row + 1) - first
-    carried_ptr += first.to(tl.int64) * (HEADS * HEAD_DIM * STATE) + tile
+    carried_ptr += first.to(tl.int64) * (HEADS * HEAD_DIM * STATE)
     state_ptrs = state_ptr + slot * state_stride + tile
     state = tl.load(state_ptrs, mask=mask & (computed > 0), other=0.0)
     x_ptr += head * HEAD_DIM
@@ -148,21 +151,23 @@ def _states(
     decays_ptr += head.to(tl.int64) * num_tokens
     for chunk in range(num_chunks):
         low = tl.maximum(first_edge + (chunk - 1) * CHUNK, start)
-        high = tl.minimum(first_edge + chunk * CHUNK, end)
-        tl.store(carried_ptr, state.to(carried_ptr.dtype.element_ty), mask=mask)
+        length = tl.minimum(first_edge + chunk * CHUNK, end) - low
+        x_rows, B_rows = x_ptr + low.to(tl.int64) * x_stride, B_ptr + low.to(tl.int64) * B_stride
+        steps, decays = steps_ptr + low, decays_ptr + low
+        tl.store(carried_ptr + tile, state.to(carried_ptr.dtype.element_ty), mask=mask)
         carried_ptr += HEADS * HEAD_DIM * STATE
-        total = tl.load(decays_ptr + high - 1)
+        total = tl.load(decays + length - 1)
         added = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
         for inner in tl.static_range((CHUNK + BLOCK_K - 1) // BLOCK_K):
-            k = low + inner * BLOCK_K + tl.arange(0, BLOCK_K)
-            inside = k < high
-            step = tl.load(steps_ptr + k, mask=inside, other=0.0)
-            decay = tl.load(decays_ptr + k, mask=inside, other=0.0)
+            k = inner * BLOCK_K + tl.arange(0, BLOCK_K)
+            inside = k < length
+            step = tl.load(steps + k, mask=inside, other=0.0)
+            decay = tl.load(decays + k, mask=inside, other=0.0)
             weight = tl.exp(tl.minimum(total - decay, 0.0)) * step
-            rows = k.to(tl.int64)[:, None]
-            B = tl.load(B_ptr + rows * B_stride + n[None, :], mask=inside[:, None] & (n < STATE)[None, :], other=0.0)
+            B_tile, x_tile = k[:, None] * B_stride + n[None, :], k[:, None] * x_stride + p[None, :]
+            B = tl.load(B_rows + B_tile, mask=inside[:, None] & (n < STATE)[None, :], other=0.0)
             weighted = (B.to(tl.float32) * weight[:, None]).to(B.dtype)
-            x = tl.load(x_ptr + rows * x_stride + p[None, :], mask=inside[:, None] & (p < HEAD_DIM)[None, :], other=0.0)
+            x = tl.load(x_rows + x_tile, mask=inside[:, None] & (p < HEAD_DIM)[None, :], other=0.0)
             added = tl.dot(tl.trans(x), weighted, added)
         state = tl.exp(total) * state + added
     tl.debug_barrier()  # a thread may store what another one loads
@@ -170,14 +175,8 @@ def _states(
 
 
 @triton.jit
-def _attend(acc, C, B, x, decay_m, decay_k, step, is_causal):
-    """acc plus what tokens k, (K, N) and (K, P), contribute to tokens m, (M, N)."""
-    scores = tl.dot(C, tl.trans(B))
-    return _contribute(acc, scores, x, decay_m, decay_k, step, is_causal)
-
-
-@triton.jit
 def _contribute(acc, scores, x, decay_m, decay_k, step, is_causal):
+    """acc plus what tokens k contribute to tokens m. scores: (M, K), C B. x: (K, P)."""
     weighted = scores * (tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * step[None, :])
     return tl.dot(tl.where(is_causal, weighted, 0.0).to(x.dtype), x, acc)
 
@@ -221,55 +220,58 @@ def _outputs(
         gdc_wait()
         gdc_launch_dependents()
     chunk = tl.program_id(2)
-    low, high = tl.load(chunk_starts_ptr + chunk), tl.load(chunk_ends_ptr + chunk)
-    m = low + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if low + tl.program_id(0) * BLOCK_M >= high:
+    low = tl.load(chunk_starts_ptr + chunk)
+    length = tl.load(chunk_ends_ptr + chunk) - low
+    if tl.program_id(0) * BLOCK_M >= length:
         return
-    m_mask = (m < high)[:, None]
-    y_ptr += m.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + first_head * HEAD_DIM + p[None, :]
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_mask = (m < length)[:, None]
+    low = low.to(tl.int64)
+    y_ptr += (low * HEADS + first_head) * HEAD_DIM
+    y_tile = m[:, None] * (HEADS * HEAD_DIM) + p[None, :]
     if tl.load(slots_ptr + tl.load(chunk_rows_ptr + chunk)) < 0:
         for head in range(LOOP):
             zeros = tl.zeros([BLOCK_M, BLOCK_P], y_ptr.dtype.element_ty)
-            tl.store(y_ptr + head * HEAD_DIM, zeros, mask=m_mask & p_mask)
+            tl.store(y_ptr + head * HEAD_DIM + y_tile, zeros, mask=m_mask & p_mask)
         return
-    B_ptr += group * STATE + n[None, :]
-    C_ptr += m.to(tl.int64)[:, None] * C_stride + group * STATE + n[None, :]
-    C = tl.load(C_ptr, mask=m_mask & n_mask, other=0.0)
-    carried_ptr += (chunk.to(tl.int64) * HEADS + first_head) * (HEAD_DIM * STATE) + p[:, None] * STATE + n[None, :]
-    x_ptr += first_head * HEAD_DIM + p[None, :]
+    x_ptr += low * x_stride + first_head * HEAD_DIM
+    B_ptr += low * B_stride + group * STATE
+    C_ptr += low * C_stride + group * STATE
     D_ptr += first_head
-    steps_ptr += first_head.to(tl.int64) * num_tokens
-    decays_ptr += first_head.to(tl.int64) * num_tokens
+    steps_ptr += first_head.to(tl.int64) * num_tokens + low
+    decays_ptr += first_head.to(tl.int64) * num_tokens + low
+    carried_ptr += (chunk.to(tl.int64) * HEADS + first_head) * (HEAD_DIM * STATE)
+    carried_tile = p[:, None] * STATE + n[None, :]
+    C = tl.load(C_ptr + m[:, None] * C_stride + n[None, :], mask=m_mask & n_mask, other=0.0)
     if CHUNK <= BLOCK_K:
-        k = low + tl.arange(0, BLOCK_K)
-        inside = k < high
-        rows = k.to(tl.int64)[:, None]
-        B = tl.load(B_ptr + rows * B_stride, mask=inside[:, None] & n_mask, other=0.0)
+        k = tl.arange(0, BLOCK_K)
+        inside = k < length
+        B = tl.load(B_ptr + k[:, None] * B_stride + n[None, :], mask=inside[:, None] & n_mask, other=0.0)
         scores = tl.dot(C, tl.trans(B))
     for head in range(LOOP):
-        x_head = x_ptr + head * HEAD_DIM
+        x_head, carried_head = x_ptr + head * HEAD_DIM, carried_ptr + head * (HEAD_DIM * STATE)
         steps, decays = steps_ptr + head * num_tokens, decays_ptr + head * num_tokens
-        decay_m = tl.load(decays + m, mask=m < high, other=0.0)
-        carried = tl.load(carried_ptr + head * (HEAD_DIM * STATE), mask=(p < HEAD_DIM)[:, None] & n_mask, other=0.0)
+        decay_m = tl.load(decays + m, mask=m < length, other=0.0)
+        carried = tl.load(carried_head + carried_tile, mask=(p < HEAD_DIM)[:, None] & n_mask, other=0.0)
         acc = tl.dot(C, tl.trans(carried)) * tl.exp(decay_m)[:, None]
         if CHUNK <= BLOCK_K:
             decay_k = tl.load(decays + k, mask=inside, other=0.0)
             step = tl.load(steps + k, mask=inside, other=0.0)
-            x = tl.load(x_head + rows * x_stride, mask=inside[:, None] & p_mask, other=0.0)
+            x = tl.load(x_head + k[:, None] * x_stride + p[None, :], mask=inside[:, None] & p_mask, other=0.0)
             acc = _contribute(acc, scores, x, decay_m, decay_k, step, k[None, :] <= m[:, None])
         else:
-            for offset in range(0, (tl.program_id(0) + 1) * BLOCK_M, BLOCK_K):
-                k = low + offset + tl.arange(0, BLOCK_K)
-                inside = k < high
-                rows = k.to(tl.int64)[:, None]
+            for first in range(0, (tl.program_id(0) + 1) * BLOCK_M, BLOCK_K):
+                k = first + tl.arange(0, BLOCK_K)
+                inside = k < length
                 decay_k = tl.load(decays + k, mask=inside, other=0.0)
                 step = tl.load(steps + k, mask=inside, other=0.0)
-                B = tl.load(B_ptr + rows * B_stride, mask=inside[:, None] & n_mask, other=0.0)
-                x = tl.load(x_head + rows * x_stride, mask=inside[:, None] & p_mask, other=0.0)
-                acc = _attend(acc, C, B, x, decay_m, decay_k, step, k[None, :] <= m[:, None])
-        x = tl.load(x_head + m.to(tl.int64)[:, None] * x_stride, mask=m_mask & p_mask, other=0.0)
+                B = tl.load(B_ptr + k[:, None] * B_stride + n[None, :], mask=inside[:, None] & n_mask, other=0.0)
+                x = tl.load(x_head + k[:, None] * x_stride + p[None, :], mask=inside[:, None] & p_mask, other=0.0)
+                scores = tl.dot(C, tl.trans(B))
+                acc = _contribute(acc, scores, x, decay_m, decay_k, step, k[None, :] <= m[:, None])
+        x = tl.load(x_head + m[:, None] * x_stride + p[None, :], mask=m_mask & p_mask, other=0.0)
         acc += x.to(tl.float32) * tl.load(D_ptr + head)
-        tl.store(y_ptr + head * HEAD_DIM, acc.to(y_ptr.dtype.element_ty), mask=m_mask & p_mask)
+        tl.store(y_ptr + head * HEAD_DIM + y_tile, acc.to(y_ptr.dtype.element_ty), mask=m_mask & p_mask)
 
 
 def ssd_scan(
@@ -320,7 +322,7 @@ def ssd_scan(
         x, B, steps, decays, ssm_state, state_indices, query_start_loc, num_computed, chunks.row_first, carried,
         num_tokens, x.stride(0), B.stride(0), ssm_state.stride(0),
         HEADS=heads, GROUPS=groups, HEAD_DIM=head_dim, STATE=state_size, CHUNK=chunk_size,
-        BLOCK_P=block_p, BLOCK_N=state_columns, BLOCK_K=min(block_q, _WHOLE_CHUNK), PDL=pdl,
+        BLOCK_P=block_p, BLOCK_N=state_columns, BLOCK_K=min(block_q, _STATE_INNER), PDL=pdl,
         num_warps=tiles.state_warps, num_stages=tiles.state_stages, **options,
     )  # fmt: skip
     _outputs[(triton.cdiv(chunk_size, block_m), heads // loop, num_chunks)](
@@ -328,7 +330,7 @@ def ssd_scan(
         num_tokens, x.stride(0), B.stride(0), C.stride(0),
         HEADS=heads, GROUPS=groups, HEAD_DIM=head_dim, STATE=state_size, CHUNK=chunk_size, LOOP=loop,
         BLOCK_M=block_m, BLOCK_P=block_p, BLOCK_N=block_n,
-        BLOCK_K=block_q if chunk_size <= _WHOLE_CHUNK else block_m, PDL=pdl,
+        BLOCK_K=min(block_q, tiles.inner), PDL=pdl,
         num_warps=tiles.output_warps, num_stages=tiles.output_stages, **options,
     )  # fmt: skip
     return y

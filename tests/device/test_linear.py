@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hemiola.formats.weight import Scheme, Weight
-from hemiola.kernels import linear_nvfp4, nvfp4, split_k
+from hemiola.kernels import split_k
 from tests.support.linears import finished, launch
 from tests.support.numerics import relative_error
 from tests.support.weights import E2M1, SCHEMES
@@ -184,9 +184,7 @@ def test_every_code_with_every_scale() -> None:
     numbers = [code for code in range(256) if code & 0x7F != 0x7F]
     scales = torch.tensor([*numbers, 0, 0], dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn).view(16, 16)
     weight = Weight("w", (16, 256), Scheme.NVFP4, data, scales, 1.0)
-    result = linear_nvfp4.dequantize(nvfp4.pack_codes(data), nvfp4.pack_scales(scales), 256)
-    assert torch.equal(result.double() * nvfp4.REMAINDER, values(weight))
     identity = torch.eye(256, dtype=torch.bfloat16, device="cuda")
-    for tokens in (16, 64, 256):  # through the product, each column alone: exact where bfloat16 is
+    for tokens in (8, 16, 64, 256):  # through the product, each column alone: exact where bfloat16 is
         product = launch(identity[:tokens], weight)
         assert torch.equal(product.double(), values(weight).T[:tokens])

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from hemiola.kernels import nvfp4
-from hemiola.kernels.linear_nvfp4 import TILES, dequantize, linear_nvfp4
+from hemiola.kernels.linear_nvfp4 import TILES, linear_nvfp4
 
 
 def packed(out_size: int, in_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,8 +26,7 @@ def product(tokens: int, out_size: int, in_size: int, relu_squared: bool = False
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
     for tokens, _ in TILES:
-        yield f"up-{tokens}", partial(product, tokens, 3712, 2688, True)
+        yield f"up-{min(tokens, 8192)}", partial(product, min(tokens, 8192), 3712, 2688, True)
     yield "down", partial(product, 1, 2688, 3712)
     yield "odd", partial(product, 1, 100, 144)
     yield "invariant", partial(product, 8192, 3712, 2688, True, True)
-    yield "dequantize", lambda: dequantize(*packed(3712, 2688), 2688)
