@@ -71,7 +71,7 @@ class StepOutput:
 
     @property
     def finished(self) -> bool:
-        return self.request.status is RequestStatus.FINISHED
+        return self.request.is_finished
 
 
 class Engine:
@@ -268,18 +268,18 @@ class Engine:
     def _collect(self, step: _Step) -> list[StepOutput]:
         """Take a step's ids to its requests; those that were finished in the meantime are passed over."""
         launched, new_ids = step.launched, dict[int, list[int]]()
-        open_rows = [(i, row) for i, row in enumerate(step.rows) if row.request.status is not RequestStatus.FINISHED]
+        open_rows = [(i, row) for i, row in enumerate(step.rows) if not row.request.is_finished]
         sampled = dict(enumerate(step.ids.tolist())) if step.ids is not None else step.known
         offset = 0
         for row, first in zip(step.rows, step.starts, strict=True):
-            if row.request.params.prompt_logprobs is not None and row.request.status is not RequestStatus.FINISHED:
+            if row.request.params.prompt_logprobs is not None and not row.request.is_finished:
                 prompt_rows = launched.hidden[offset : offset + row.num_tokens]
                 self._for(row.request, partial(self._add_prompt_logprobs, row.request, first, prompt_rows))
             offset += row.num_tokens
         for place, index in enumerate(step.due):
             request = step.rows[index].request
             request.num_pending = 0
-            if request.status is RequestStatus.FINISHED:
+            if request.is_finished:
                 continue
             if place in step.faults:
                 self._fail(request, step.faults[place])
@@ -288,7 +288,7 @@ class Engine:
             if request.params.logprobs is not None:
                 assert launched.logits is not None, "a row is due without logits"
                 self._for(request, partial(self._add_logprobs, request, launched.logits[place : place + 1], token))
-            if request.status is not RequestStatus.FINISHED:
+            if not request.is_finished:
                 new_ids[index] = [token]
                 self._append(request, token)
         self._last_progress_s = time.monotonic()

@@ -86,6 +86,10 @@ class Request:
         return self.priority, self.arrival
 
     @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that are still to be consumed."""
         return self.num_tokens - self.num_computed

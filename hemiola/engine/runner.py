@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class Runner:
         self.uses_graphs = use_graphs and self._on_device and not self.graph_notes
         self._ladder = batch_ladder(max_num_seqs)
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._graph_pool: tuple[int, int] | None = None
+        self._graph_pool: Any = None  # of torch, whose name for its type differs between versions
         self.capture_seconds = 0.0
         self.graph_bytes = 0
         self._stage = _Stage(model.device) if self._on_device else None

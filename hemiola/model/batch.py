@@ -80,9 +80,15 @@ class Marks:
             first += len(row.token_ids)
         if not slots:
             return None
-        lists = (starts, sources, slots, computed)
-        layout = PrefillLayout.build(starts, computed, chunk_size) if chunk_size else None
-        return cls(torch.tensor(tokens), *(torch.tensor(values, dtype=torch.int32) for values in lists), layout=layout)
+        int32 = [torch.tensor(values, dtype=torch.int32) for values in (starts, sources, slots, computed)]
+        return cls(
+            tokens=torch.tensor(tokens),
+            start_loc=int32[0],
+            sources=int32[1],
+            slots=int32[2],
+            num_computed=int32[3],
+            layout=PrefillLayout.build(starts, computed, chunk_size) if chunk_size else None,
+        )
 
     @cached_property
     def has_initial_state(self) -> torch.Tensor:

@@ -52,8 +52,18 @@ class PrefillLayout:
                 ends.append(high)
                 low, to_edge = high, chunk_size
             first_chunk.append(len(rows))
-        lists = (token_rows, rows, starts, ends, first_chunk)
-        tensors = (torch.tensor(values, dtype=torch.int32).to(device) for values in lists)
+        tensors = [
+            torch.tensor(values, dtype=torch.int32).to(device)
+            for values in (token_rows, rows, starts, ends, first_chunk)
+        ]
         lengths = [end - start for start, end in pairwise(query_start_loc)]
         chunks = [end - start for start, end in pairwise(first_chunk)]
-        return cls(*tensors, max_query_len=max(lengths, default=0), max_chunks_per_row=max(chunks, default=0))
+        return cls(
+            token_rows=tensors[0],
+            chunk_rows=tensors[1],
+            chunk_starts=tensors[2],
+            chunk_ends=tensors[3],
+            row_first_chunk=tensors[4],
+            max_query_len=max(lengths, default=0),
+            max_chunks_per_row=max(chunks, default=0),
+        )

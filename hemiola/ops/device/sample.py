@@ -76,8 +76,8 @@ def _sample_rows(logits: Tensor, rows: Sequence[SampleRow], width: int | None) -
     cumulative = weight.cumsum(1)
     total = cumulative[:, -1:]
     if ids is not None:
-        # The first id at which top_p is reached is the last that stays; where top_p is 1 nothing is cut.
-        last = (cumulative < top_p * total).sum(1, keepdim=True).masked_fill_(top_p >= 1.0, width)
+        # The first id at which top_p is reached is the last that stays.
+        last = (cumulative < top_p * total).sum(1, keepdim=True)
         total = cumulative.gather(1, last.clamp_(max=width - 1))
     chosen = torch.searchsorted(cumulative, total * drawn, right=True).clamp_(max=cumulative.shape[1] - 1)
     if ids is not None:
