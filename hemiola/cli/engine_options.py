@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from hemiola.cli.settings import engine_option, parse_bytes
-from hemiola.config.engine import DTYPES, KV_CACHE_DTYPES
+from hemiola.cli.settings import engine_option, parse_arms, parse_bytes
+from hemiola.config.engine import DEVICES, DTYPES, KV_CACHE_DTYPES
 
 Dtype = Annotated[
     str | None, engine_option("dtype", f"Numeric mode: {', '.join(DTYPES)} (auto follows the checkpoint).")
@@ -47,4 +47,23 @@ PrefillTokensPerS = Annotated[
 ]
 HostBytesPerS = Annotated[
     float | None, engine_option("host_bytes_per_s", "Assumed speed to and from host memory, for the same choice.")
+]
+Device = Annotated[str | None, engine_option("device", f"{', '.join(DEVICES)} (auto follows the arms).")]
+Arms = Annotated[
+    str | None,
+    engine_option(
+        "arms",
+        "Arm of every op (auto, reference, device), or OP=ARM,... for single ops; a bare arm before them is for the "
+        "others: device,linear=reference.",
+        parser=parse_arms,
+        metavar="ARMS",
+    ),
+]
+Invariant = Annotated[
+    bool,
+    engine_option("invariant", "On a GPU, tokens that do not depend on what runs beside them.", "--invariant"),
+]
+NoCudaGraphs = Annotated[bool, engine_option("cuda_graphs", "On a GPU, launch every kernel.", "--no-cuda-graphs")]
+NoOverlap = Annotated[
+    bool, engine_option("overlap", "On a GPU, wait for a step's ids before the next one.", "--no-overlap")
 ]

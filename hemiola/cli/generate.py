@@ -12,7 +12,7 @@ from hemiola.cli import engine_options
 from hemiola.cli.answers import batch_figures, run_figures, stream_answer, write_answers, write_json
 from hemiola.cli.memory import show_memory
 from hemiola.cli.prompts import read_prompts
-from hemiola.cli.settings import engine_option, given, parse_arms, parse_biases, parse_bytes, sampling_option
+from hemiola.cli.settings import engine_option, given, parse_biases, parse_bytes, sampling_option
 from hemiola.config.engine import DTYPES, EngineConfig
 from hemiola.config.sampling import SamplingParams
 from hemiola.errors import RequestError
@@ -118,15 +118,11 @@ def generate(
             metavar="BYTES",
         ),
     ] = None,
-    arms: Annotated[
-        str | None,
-        engine_option(
-            "arms",
-            "Arm of every op (reference, device), or OP=ARM,... for single ops.",
-            parser=parse_arms,
-            metavar="ARMS",
-        ),
-    ] = None,
+    device: engine_options.Device = None,
+    arms: engine_options.Arms = None,
+    invariant: engine_options.Invariant = False,
+    no_cuda_graphs: engine_options.NoCudaGraphs = False,
+    no_overlap: engine_options.NoOverlap = False,
     no_strict: Annotated[
         bool, engine_option("strict", "Allow counted fallbacks to the reference arm.", "--no-strict")
     ] = False,
@@ -141,6 +137,8 @@ def generate(
         "skip_special_tokens": not keep_special_tokens,
         "strict": not no_strict,
         "prefix_caching": not no_prefix_caching,
+        "cuda_graphs": not no_cuda_graphs,
+        "overlap": not no_overlap,
     }
     params = SamplingParams(**given(SamplingParams, options))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from hemiola.config.engine import EngineConfig
+from hemiola.config.engine import OTHERS, EngineConfig
 from hemiola.config.sampling import SamplingParams
 
 _UNITS = {"": 1, "b": 1}
@@ -53,8 +53,13 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_arms(text: str) -> str | dict[str, str]:
-    """An arm for every op, or the arms of single ops as "op=arm,op=arm"."""
-    return _pairs(text.split(","), "OP=ARM") if "=" in text else text
+    """An arm for every op, or the arms of single ops as "op=arm,op=arm"; a bare arm before them is for all others."""
+    if "=" not in text:
+        return text
+    first, *others = text.split(",")
+    if "=" in first:
+        return _pairs([first, *others], "OP=ARM")
+    return {OTHERS: first.strip()} | _pairs(others, "OP=ARM")
 
 
 def parse_biases(items: Sequence[str]) -> dict[int, float] | None:

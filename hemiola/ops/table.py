@@ -20,6 +20,7 @@ from hemiola.ops.resident import ResidentWeights
 
 Arm = Literal["reference", "device"]
 ARMS: tuple[Arm, ...] = ("reference", "device")
+OTHERS = "*"  # in a policy, in place of an op's name: all ops that are not named
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ def registered_ops() -> Mapping[str, Mapping[Arm, list[Variant]]]:
 class Ops:
     """The ops of one engine: `ops.rms_norm(...)` runs the variant that the policy selects, and counts it.
 
-    policy: the arm of every op, or a mapping from op name to arm (ops not named run on the reference arm).
+    policy: the arm of every op, or a mapping from op name to arm; ops not named run on the arm of "*", or else on the
+        reference arm.
     resident: the engine's weights on the device; None for an engine without a device.
     strict: a call that no variant of the policy's arm supports raises UnsupportedPath; otherwise it runs on the
         reference arm and is counted there with the reason.
@@ -117,15 +119,16 @@ class Ops:
     ) -> None:
         if isinstance(policy, str):
             policy = dict.fromkeys(_registry, policy)
+        others = policy.get(OTHERS, "reference")
         for op, arm in policy.items():
-            if op not in _registry or arm not in ARMS:
+            if (op not in _registry and op != OTHERS) or arm not in ARMS:
                 raise ConfigError(
                     "no such op or arm",
                     found=f"{op}={arm}",
                     expected=f"an op of {', '.join(sorted(_registry))} and an arm of {', '.join(ARMS)}",
                     where="arms",
                 )
-        self.policy: dict[str, Arm] = {op: cast(Arm, policy.get(op, "reference")) for op in _registry}
+        self.policy: dict[str, Arm] = {op: cast(Arm, policy.get(op, others)) for op in _registry}
         if "device" in self.policy.values():
             load_device_variants()
         self.kept, self.resident, self.strict, self.invariant = kept, resident, strict, invariant

@@ -41,6 +41,10 @@ def test_arms_are_one_for_all_or_one_per_op() -> None:
     assert parse_arms("linear=device, ssd_scan=reference") == {"linear": "device", "ssd_scan": "reference"}
 
 
+def test_a_bare_arm_is_for_all_ops_that_are_not_named() -> None:
+    assert parse_arms("device, linear=reference") == {"*": "device", "linear": "reference"}
+
+
 @pytest.mark.parametrize("text", ["linear=", "=device", "linear=device,", "linear=device,rms_norm"])
 def test_malformed_arms_are_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="OP=ARM"):
@@ -75,6 +79,9 @@ def test_every_field_is_an_option(owner: type) -> None:
         "skip_special_tokens": "keep_special_tokens",
         "strict": "no_strict",
         "prefix_caching": "no_prefix_caching",
+        "cuda_graphs": "no_cuda_graphs",
+        "overlap": "no_overlap",
     }
-    names = {off_switches.get(field.name, field.name) for field in fields(owner)} - {"forced_output_ids"}
+    python_only = {"forced_output_ids", "structured", "thinking_budget"}
+    names = {off_switches.get(field.name, field.name) for field in fields(owner)} - python_only
     assert names - inspect.signature(generate).parameters.keys() == set()

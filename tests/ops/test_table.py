@@ -181,3 +181,11 @@ def test_ops_that_write_state_say_so() -> None:
         "ssd_scan": ("ssm_state",),
         "ssd_update": ("ssm_state",),
     }
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_star_is_for_all_ops_that_are_not_named() -> None:
+    assert ops({"*": "device", "negate": "reference"}).policy == {"double": "device", "negate": "reference"}
+    assert ops({"double": "device"}).policy == {"double": "device", "negate": "reference"}
+    with pytest.raises(ConfigError, match=r"\*=gpu"):
+        ops({"*": "gpu"})
