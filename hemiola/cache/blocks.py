@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from hemiola.errors import CapacityError
 
@@ -115,13 +116,18 @@ class BlockPool:
 
         Raises: AssertionError naming the first that is not.
         """
-        count = Counter(block for blocks in holdings for block in blocks)
-        places = Counter([*self._empty, *self._idle.values(), *count])
+        count = Counter(chain.from_iterable(holdings))
+        places = [*self._empty, *self._idle.values(), *count]
+        is_whole = len(places) == self.size and set(places) == set(range(self.size))
+        if not is_whole or sum(self._holders) != count.total() or any(self._holders[b] != n for b, n in count.items()):
+            self._name_the_damage(count, Counter(places))
+        assert {block: key for key, block in self._block_of.items()} == self._key_of, "keys and blocks disagree"
+        assert self._idle.items() <= self._block_of.items(), "an idle KV block without its content"
+
+    def _name_the_damage(self, count: Counter[int], places: Counter[int]) -> None:
         for block in range(self.size):
             assert count[block] == self._holders[block], (
                 f"KV block {block} has {self._holders[block]} references and {count[block]} holders"
             )
             assert places[block] == 1, f"KV block {block} is in {places[block]} of: empty, idle, held"
-        assert sum(places.values()) == self.size, "a KV block outside of the pool"
-        assert {block: key for key, block in self._block_of.items()} == self._key_of, "keys and blocks disagree"
-        assert self._idle.items() <= self._block_of.items(), "an idle KV block without its content"
+        raise AssertionError("a KV block outside of the pool")

@@ -70,7 +70,9 @@ def test_too_many_are_refused_and_nothing_changes() -> None:
         (lambda pool: pool._empty.pop(), "is in 0 of"),
         (lambda pool: pool._empty.append(0), "KV block 0 is in 2 of"),
         (lambda pool: pool._holders.__setitem__(0, 2), "KV block 0 has 2 references and 1 holders"),
+        (lambda pool: pool._empty.append(7), "a KV block outside of the pool"),
         (lambda pool: pool._key_of.clear(), "keys and blocks disagree"),
+        (lambda pool: pool._idle.update({b"b": pool._empty.pop()}), "an idle KV block without its content"),
     ],
 )
 def test_the_integrity_check_names_the_damage(damage: Callable[[BlockPool], None], message: str) -> None:
