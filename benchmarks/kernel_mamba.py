@@ -33,9 +33,14 @@ NO_LIMIT = (0.0, math.inf)
 
 UPDATE_TILES = [UpdateTile(p, w) for p, w in ((8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (64, 4), (64, 8))]
 CONV_TILES = [(16, 256), (16, 128), (32, 128), (8, 256)]
+STATE_TILES = [(64, 4, 2), (32, 4, 3), (64, 8, 3), (128, 8, 2)]
+OUTPUT_TILES = [
+    (64, 128, 4, 4, 2), (64, 128, 8, 8, 2), (64, 128, 8, 8, 3), (128, 128, 8, 8, 2), (64, 32, 8, 4, 2),
+    (32, 128, 8, 4, 2), (64, 64, 1, 4, 2),
+]  # fmt: skip
 SCAN_TILES = [
-    *(ScanTiles(*states, 64, 8, 4, 2) for states in ((64, 4, 2), (32, 4, 3), (64, 8, 3), (128, 4, 3), (128, 8, 2))),
-    *(ScanTiles(64, 4, 3, *outputs) for outputs in ((64, 4, 4, 2), (64, 8, 8, 2), (64, 8, 4, 3), (128, 8, 8, 2))),
+    *(ScanTiles(*states, 64, 128, 8, 4, 2) for states in STATE_TILES),
+    *(ScanTiles(64, 4, 3, *outputs) for outputs in OUTPUT_TILES),
 ]
 
 
@@ -115,7 +120,7 @@ def time_norms(p: Parameters, num_tokens: int) -> None:
 
 def time_decode(p: Parameters, num_rows: int) -> None:
     repeats = max(2, min(64, 2048 // num_rows))
-    slots = torch.randperm(repeats * num_rows, device="cuda").int().split(num_rows)
+    slots = [part.clone() for part in torch.randperm(repeats * num_rows, device="cuda").int().split(num_rows)]
     inputs = [projected(num_rows) for _ in range(min(repeats, 16))] * 4
     calls = list(zip(inputs, slots, strict=False))
 
@@ -144,7 +149,7 @@ def time_prefill(p: Parameters, counts: Sequence[int]) -> None:
     start_loc, num_computed = (torch.tensor(v, dtype=torch.int32, device="cuda") for v in (starts, computed))
     has_initial = num_computed > 0
     inputs = [projected(starts[-1]) for _ in range(3)]
-    slots = torch.arange(3 * len(counts), dtype=torch.int32, device="cuda").split(len(counts))
+    slots = [part.clone() for part in torch.arange(3 * len(counts), device="cuda").int().split(len(counts))]
     name = f"{len(counts)} x {counts[0]}"
     table = conv._TILE_TOKENS, conv._TILE_CHANNELS
     for tile in (table, *CONV_TILES):

@@ -28,7 +28,7 @@ def _tap(window, weight_ptr, tap, channels, mask, WIDTH: tl.constexpr):
     return (window.to(tl.float32) * weight).to(window.dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _update(
     x_ptr,
     weight_ptr,
@@ -94,7 +94,10 @@ def causal_conv1d_update(
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_owned"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_owned"],
+    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "has_initial_ptr", "token_rows_ptr"],
+)
 def _varlen(
     x_ptr,
     weight_ptr,
@@ -148,7 +151,7 @@ def _varlen(
     tl.store(out_ptrs, out, mask=(tokens < num_tokens)[:, None] & mask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "has_initial_ptr"])
 def _keep_last(
     x_ptr,
     state_ptr,

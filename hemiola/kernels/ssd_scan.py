@@ -59,8 +59,10 @@ def _tiles_for(arch: int, block_p: int, block_n: int, chunk_size: int) -> ScanTi
     """By architecture and the model's dimensions: what fits registers and shared memory without spilling."""
     if arch not in (90, 100, 103):  # no products of whole warp groups
         return ScanTiles(32, 8, 2, 32, 128 if chunk_size <= 128 else 32, 8, 4, 2)
-    if block_p > 64 or block_n > 128 or chunk_size > 128:
-        return ScanTiles(64, 4, 2, 64, 128 if chunk_size <= 128 else 64, 8, 8, 2)
+    if chunk_size > 128:
+        return ScanTiles(32, 4, 2, 64, 32, 8, 8, 2)
+    if block_p > 64 or block_n > 128:
+        return ScanTiles(64, 4, 2, 64, 128, 8, 8, 2)
     return ScanTiles(64, 4, 3, 64, 128, 8, 4 if arch == 90 else 8, 2)
 
 
@@ -99,7 +101,10 @@ def _steps(
     tl.store(decays_ptr + out, tl.cumsum(step * A[None, :], 0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "computed_ptr", "first_chunk_ptr"],
+)
 def _states(
     x_ptr,
     B_ptr,
@@ -181,7 +186,7 @@ def _contribute(acc, scores, x, decay_m, decay_k, step, is_causal):
     return tl.dot(tl.where(is_causal, weighted, 0.0).to(x.dtype), x, acc)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _outputs(
     x_ptr,
     B_ptr,

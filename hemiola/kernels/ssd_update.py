@@ -42,7 +42,7 @@ def step_size(dt, dt_bias, low, high):
     return tl.minimum(tl.maximum(step, low, tl.PropagateNan.ALL), high, tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _ssd_update(
     x_ptr,
     dt_ptr,

@@ -11,7 +11,7 @@ import torch
 from hemiola.kernels.ssd_scan import Chunks, ssd_scan
 
 # Tiles that leave no register free on some architecture: a few words a thread.
-STACK = {"heads-of-80": 96, "chunks-of-256": 64, "wide-state": 96, "heads-of-80-chunks-of-256": 32}
+STACK = {"heads-of-80": 160, "chunks-of-256": 32, "wide-state": 128, "heads-of-80-chunks-of-256": 32}
 
 
 def scan(heads: int, head_dim: int, groups: int, state_size: int, chunk_size: int) -> object:
