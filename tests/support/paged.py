@@ -12,12 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+MARKED = 8
 OUTSIDE = -(2**30)  # an entry that nothing may follow
 
 
 class Paged:
     """Caches of R requests. keys, values: per request (length, Hkv, D) float64, as the cache holds them (e4m3: without
-    the scales). k_cache, v_cache, table (R, width), lens: what the kernels take."""
+    the scales). k_cache, v_cache, table (R, width), lens: what the kernels take.
+
+    mark: a power of two that multiplies the values of each request's first, middle and last MARKED tokens, so that
+    their absence shows.
+    """
 
     def __init__(
         self,
@@ -30,7 +35,7 @@ class Paged:
         block_size: int = 16,
         spare_blocks: int = 3,
         spare_columns: int = 2,
-        spread: float = 1.0,
+        mark: float = 1.0,
     ) -> None:
         device = g.device
         counts = [-(-length // block_size) for length in lengths]
@@ -39,7 +44,7 @@ class Paged:
         free = torch.randperm(num_blocks, generator=g, device=device)
         self.table = torch.full((len(lengths), max(counts, default=0) + spare_columns), OUTSIDE, device=device).int()
         caches = [torch.full(shape, math.nan, device=device) for _ in range(2)]
-        held = [(torch.randn(shape, generator=g, device=device) * spread).to(dtype).float() for _ in range(2)]
+        held = [torch.randn(shape, generator=g, device=device).to(dtype).float() for _ in range(2)]
         used = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -48,6 +53,9 @@ class Paged:
             used += count
             self.table[row, :count] = blocks.int()
             tokens = (blocks[:, None] * block_size + torch.arange(block_size, device=device)).flatten()[:length]
+            middle = length // 2
+            marked = torch.cat([tokens[:MARKED], tokens[middle : middle + MARKED], tokens[-MARKED:]]).unique()
+            held[1].view(-1, kv_heads, head_dim)[marked] *= mark
             for cache, values in zip(caches, held, strict=True):
                 cache.view(-1, kv_heads, head_dim)[tokens] = values.view(-1, kv_heads, head_dim)[tokens]
             self.keys.append(held[0].view(-1, kv_heads, head_dim)[tokens].double())
