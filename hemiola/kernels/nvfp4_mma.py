@@ -143,6 +143,7 @@ def experts(
     assert down_.block_scales is not None, "weights are not NVFP4"
     assert up.scale is not None, "no scale"
     assert down_.scale is not None, "no scale"
+    assert ids.dtype == torch.int32, f"ids are {ids.dtype}, and the kernels read int32"
     num_tokens, top_k = ids.shape
     hidden = torch.empty(ids.numel(), up.codes.shape[1], dtype=x.dtype, device=x.device)
     if is_direct(num_tokens, top_k):

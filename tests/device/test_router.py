@@ -69,4 +69,4 @@ def test_ties_go_to_the_lower_id() -> None:
     g = torch.Generator("cuda").manual_seed(SEED)
     logits = torch.randint(-1, 2, (500, 128), generator=g, device="cuda").float()
     ids, _ = router.moe_route(logits, torch.zeros(128, device="cuda"), 6, 1, 1, True)
-    assert torch.equal(ids.long(), logits.sort(1, descending=True, stable=True).indices[:, :6])
+    assert torch.equal(ids.long(), logits.sort(dim=1, descending=True, stable=True).indices[:, :6])

@@ -26,7 +26,7 @@ def fp8_form(weight: Weight, device: torch.device | str = "cpu") -> Fp8Weight:
     assert weight.scale is not None
     assert weight.input_scale is not None
     scale = weight.scale * weight.input_scale
-    return Fp8Weight(weight.data.to(device), weight.input_scale, scale, torch.tensor([scale], device=device))
+    return Fp8Weight(weight.data.to(device), weight.input_scale, scale, torch.full((1,), scale, device=device))
 
 
 def launch(

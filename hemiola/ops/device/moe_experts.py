@@ -57,7 +57,7 @@ def run(
     resident: ResidentWeights,
     invariant: bool,
 ) -> Tensor:
-    banks, ids = (prepare(up, resident), prepare(down, resident)), ids.contiguous()
+    banks, ids = (prepare(up, resident), prepare(down, resident)), ids.to(torch.int32).contiguous()
     if not invariant and nvfp4_mma.takes_experts(x, *banks, *ids.shape):
         return nvfp4_mma.experts(x, ids, weights, *banks, routed_scale, shared)
     return experts(x, ids, weights, *banks, routed_scale, shared, invariant=invariant)
