@@ -68,6 +68,9 @@ def serve(
         bool, _serve_option("log_requests", "Write prompts and answers to the log.", "--log-requests")
     ] = False,
     log_format: Annotated[str, typer.Option(help="text or json, on stderr.")] = "text",
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Send OpenTelemetry spans to where the OTEL_* variables say.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show on stderr where the memory goes.")] = False,
     **engine: Any,
 ) -> None:
@@ -76,6 +79,7 @@ def serve(
         from hemiola.serve.logs import FORMATS, set_up_logging
         from hemiola.serve.server import Server
         from hemiola.serve.service import Service
+        from hemiola.serve.traces import tracer_provider
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the server's packages are not installed", found=f"no {error.name}", remedy="pip install 'hemiola[serve]'"
@@ -85,6 +89,7 @@ def serve(
     options = ctx.params | {"api_keys": _read_keys(api_key_file) if api_key_file else ()}
     options["allowed_origins"] = tuple(allowed_origins or ())
     config = ServeConfig(**given(ServeConfig, options))
+    provider = tracer_provider() if traces else None
 
     from hemiola.front import Front
     from hemiola.loading import load
@@ -96,7 +101,7 @@ def serve(
         show_memory(loaded.engine.memory)
     set_up_logging(log_format)
     name = config.served_model_name or (Path(model).name if model is not None else "hemiola")
-    server = Server(Service(Front(loaded.engine, loaded.tokenizer), config, name))
+    server = Server(Service(Front(loaded.engine, loaded.tokenizer), config, name), provider)
     # The server drains at SIGTERM, and raises the signal again when it is done: then there is nothing left to do.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     server.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -25,11 +25,14 @@ from hemiola.serve.service import Service
 from hemiola.serve.status import status_routes
 from hemiola.serve.tokenization import tokenization_routes
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 log = logging.getLogger("hemiola.serve")
 
 
-def build_app(service: Service) -> FastAPI:
-    """The service starts and stops with the application."""
+def build_app(service: Service, tracer_provider: TracerProvider | None = None) -> FastAPI:
+    """The service starts and stops with the application. tracer_provider: takes a span per request."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -39,7 +42,14 @@ def build_app(service: Service) -> FastAPI:
         finally:
             await service.stop()
 
-    app = FastAPI(title="hemiola", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="hemiola",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"tracer_provider": tracer_provider, "operation_spans": False, "logs": False},
+    )
     for routes in (chat_routes, completion_routes, response_routes, tokenization_routes, status_routes):
         app.include_router(routes(service))
     app.add_exception_handler(ApiError, _api_error)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -13,6 +14,9 @@ from hemiola import __version__
 from hemiola.serve.app import build_app
 from hemiola.serve.service import Service
 from hemiola.text.chat_output import chat_format
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 # The engine's thread asks for the interpreter after every wait for the device; what holds it lets go this soon.
 SWITCH_SECONDS = 0.0005
@@ -23,12 +27,12 @@ log = logging.getLogger("hemiola.serve")
 class Server(uvicorn.Server):
     """Serves one service until SIGTERM or SIGINT; then lets running requests finish, up to the drain limit."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, tracer_provider: TracerProvider | None = None) -> None:
         self._service = service
         config = service.config
         super().__init__(
             uvicorn.Config(
-                build_app(service),
+                build_app(service, tracer_provider),
                 host=config.host,
                 port=config.port,
                 access_log=False,

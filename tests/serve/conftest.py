@@ -62,11 +62,11 @@ class Live:
 
 
 @contextmanager
-def serving(front: Front, **settings: Any) -> Iterator[Live]:
+def serving(front: Front, tracer_provider: Any = None, **settings: Any) -> Iterator[Live]:
     """settings: of ServeConfig."""
     config = ServeConfig(**{"port": 0, "drain_seconds": 5.0, "served_model_name": "test", **settings})
     service = Service(front, config, config.served_model_name or "test")
-    server = Server(service)
+    server = Server(service, tracer_provider)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="server")
     thread.start()
     while not server.started:
