@@ -49,6 +49,12 @@ class ChatAnswer:
         return [call for index, call in enumerate(calls) if index != cut_off]
 
     @property
+    def doubtful_call(self) -> int | None:
+        """The index of a call whose arguments the model's own text has probably cut short; see ChatParser."""
+        index = self._parser.doubtful_call
+        return index if self._parallel or index == 0 else None
+
+    @property
     def finish_reason(self) -> str:
         """OpenAI's: stop, length or tool_calls."""
         assert self.finish is not None, "not finished"

@@ -123,6 +123,7 @@ class _Answering:
             choices[0]["token_ids"] = update.token_ids
         if update.finish is not None:
             choices[-1] |= {"finish_reason": answer.finish_reason, "stop_reason": update.finish.stop_reason}
+            choices[-1] |= _doubt(answer)
         return choices
 
     def _choice(self, index: int, answer: ChatAnswer) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class _Answering:
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.finish.stop_reason,
         }
-        return choice | ({"token_ids": answer.ids} if self.body.return_token_ids else {})
+        return choice | _doubt(answer) | ({"token_ids": answer.ids} if self.body.return_token_ids else {})
 
     def _chat_logprobs(self, ids: list[int], logprobs: Any) -> list[Any]:
         return chat_logprobs(self.turn.tokenizer, ids, logprobs, self.body.top_logprobs or 0)
@@ -183,6 +184,11 @@ def usage(generation: Generation, num_reasoning_tokens: int | None = None) -> di
 
 def _stream_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _doubt(answer: ChatAnswer) -> dict[str, Any]:
+    """A field of a choice, only where it has a call that should not be carried out unseen."""
+    return {} if answer.doubtful_call is None else {"doubtful_tool_call": answer.doubtful_call}
 
 
 def _delta(delta: ChatDelta) -> dict[str, Any]:

@@ -137,6 +137,8 @@ class _Answering:
             events = [e for _, update in updates for delta in answer.add(update) for e in self.output.add(delta)]
             if answer.finish is not None:
                 events += self.output.end(answer.finish_reason == "length")
+                if answer.doubtful_call is not None:
+                    self.output.doubt(answer.doubtful_call)
             yield events
 
     def _response(self) -> dict[str, Any]:
@@ -216,6 +218,11 @@ class _Output:
             yield self._part_event(f"response.{part['type']}.done", text=part["text"])
             yield self._event("response.content_part.done", content_index=0, part=dict(part))
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def doubt(self, index: int) -> None:
+        """A call turned out to be cut short after it was done: the whole response says so."""
+        calls = [item for item in self.items if item["type"] == "function_call"]
+        calls[index]["status"] = "incomplete"
 
     def _begin(self, kind: str, prefix: str, item: dict[str, Any], part: dict[str, Any] | None) -> Iterator[Event]:
         self._open = kind

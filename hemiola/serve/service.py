@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -41,6 +42,8 @@ class Service:
         """Begin to run requests; from the event loop that will serve."""
         self._asyncio = asyncio.get_running_loop()
         self.loop.start()
+        if self._grammars is not None:
+            threading.Thread(target=self._grammars.warm, name="vocabulary", daemon=True).start()
 
     async def stop(self) -> None:
         await asyncio.to_thread(self.loop.stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -38,6 +39,11 @@ class Grammars:
         self._eos_ids = tuple(sorted(i for i in eos_ids if 0 <= i < vocab_size))
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
+
+    def warm(self) -> None:
+        """Read the vocabulary ahead of the first request that needs it; nothing where llguidance is not installed."""
+        with contextlib.suppress(RequestError):
+            _ = self._vocabulary
 
     def check(self, params: SamplingParams) -> None:
         """Compile what a request asks for, so that taking it up costs nothing.

@@ -89,7 +89,7 @@ def test_thinking_off_leaves_all_in_content(scripted: Callable[..., Live]) -> No
     assert whole.choices[0].message.content == "forty two"
 
 
-def test_template_switches_change_the_prompt_and_unknown_ones_are_errors(text_server: Live) -> None:
+def test_b35_template_switches_change_the_prompt_and_unknown_ones_are_errors(text_server: Live) -> None:
     ids = {
         switch: text_server.post("/tokenize", messages=HI, chat_template_kwargs={"enable_thinking": switch}).json()
         for switch in (True, False)
@@ -155,7 +155,7 @@ def test_a_conversation_with_calls_comes_back(text_server: Live) -> None:
         (["zzz"], "bada lo mi fu"),
     ],
 )
-def test_no_part_of_a_stop_is_sent(scripted: Callable[..., Live], stop: list[str], content: str) -> None:
+def test_b28_no_part_of_a_stop_is_sent(scripted: Callable[..., Live], stop: list[str], content: str) -> None:
     live = scripted({"hi": "bada lo mi fu"}, thinking=False)
     whole, _ = both(live, stop=stop, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert whole.choices[0].message.content == content
@@ -164,7 +164,7 @@ def test_no_part_of_a_stop_is_sent(scripted: Callable[..., Live], stop: list[str
 
 
 @pytest.mark.parametrize(("max_tokens", "reason", "count"), [(1, "length", 1), (2, "length", 2), (3, "stop", 3)])
-def test_one_rule_for_how_an_answer_ends(
+def test_b33_one_rule_for_how_an_answer_ends(
     scripted: Callable[..., Live], max_tokens: int, reason: str, count: int
 ) -> None:
     live = scripted({"hi": [100, 101, 11]}, thinking=False)
@@ -173,7 +173,7 @@ def test_one_rule_for_how_an_answer_ends(
     assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == (reason, count)
 
 
-def test_characters_split_over_tokens_arrive_whole(scripted: Callable[..., Live]) -> None:
+def test_b34_characters_split_over_tokens_arrive_whole(scripted: Callable[..., Live]) -> None:
     text = "é👩‍👩‍👧 한국"
     live = scripted({"hi": [*byte_ids(text.encode()), 11], "cut": byte_ids("né🎵".encode()[:-1])}, thinking=False)
     off = {"chat_template_kwargs": {"enable_thinking": False}}

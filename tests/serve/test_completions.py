@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from hemiola import LLM, SamplingParams
 from tests.serve.conftest import Live
+from tests.serve.test_chat import HI
+from tests.support.tiny_tokenizer import byte_ids
 
 PROMPT = "bada fu kan zi do re mi lo " * 4
 GREEDY = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
@@ -52,7 +55,7 @@ def test_answers_are_those_of_the_python_api(text_server: Live, text_folder: Any
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_echo_with_logprobs_is_the_same_every_time(text_server: Live, max_tokens: int) -> None:
+def test_b29_echo_with_logprobs_is_the_same_every_time(text_server: Live, max_tokens: int) -> None:
     body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "ignore_eos": True}
     answers = [text_server.post("/v1/completions", **body).json() for _ in range(3)]
     logprobs = [answer["choices"][0]["logprobs"] for answer in answers]
@@ -71,7 +74,8 @@ def test_echo_with_logprobs_is_the_same_every_time(text_server: Live, max_tokens
     stream = text_server.openai.completions.create(model="test", stream=True, **body_for_client(body))
     parts = [chunk.choices[0] for chunk in stream]
     assert "".join(part.text for part in parts) == choice["text"]
-    assert [t for part in parts if part.logprobs for t in part.logprobs.tokens or []] == first["tokens"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [x for part in parts if part.logprobs for x in getattr(part.logprobs, name) or []] == first[name]
 
 
 def body_for_client(body: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def test_a_choice_that_comes_before_its_prompts_logprobs(text_server: Live, monk
     assert text_server.post("/v1/completions", **body).json()["choices"] == expected
 
 
-def test_the_stop_text_is_in_neither_answer(scripted: Callable[..., Live]) -> None:
+def test_b28_the_stop_text_is_in_neither_answer(scripted: Callable[..., Live]) -> None:
     live = scripted({"do": "bada lo mi fu"}, plain=True)
     for stop, text in ((["lo mi"], "bada "), (["o m", "lo mi f"], "bada l"), (["bada"], "")):
         whole = live.post("/v1/completions", prompt="do", stop=stop).json()["choices"][0]
@@ -119,7 +123,7 @@ def test_the_stop_text_is_in_neither_answer(scripted: Callable[..., Live]) -> No
         ({"5": float("nan")}, "logit_bias.5"),
     ],
 )
-def test_bad_biases_are_the_clients_error(text_server: Live, bias: dict[str, float], param: str) -> None:
+def test_b30_bad_biases_are_the_clients_error(text_server: Live, bias: dict[str, float], param: str) -> None:
     body = json.dumps({"prompt": PROMPT, "logit_bias": bias})
     answer = text_server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
@@ -129,14 +133,64 @@ def test_bad_biases_are_the_clients_error(text_server: Live, bias: dict[str, flo
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["bada", ""], [[16, 17], []], [576], [-1], [[16, 2**40]]])
-def test_prompts_that_hold_nothing_or_no_token_are_refused(text_server: Live, prompt: Any) -> None:
+def test_b31_prompts_that_hold_nothing_or_no_token_are_refused(text_server: Live, prompt: Any) -> None:
     answer = text_server.post("/v1/completions", prompt=prompt)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("prompt")
     text_server.settle()
 
 
-def test_no_tokens_are_refused_without_echo(text_server: Live) -> None:
+def test_b30_a_good_request_beside_bad_ones_is_not_disturbed(text_server: Live) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+    alone = text_server.post("/v1/completions", **body).json()["choices"][0]["token_ids"]
+    with ThreadPoolExecutor(1) as pool:
+        good = pool.submit(text_server.post, "/v1/completions", **body)
+        while not good.done():
+            for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": HI})):
+                for stream in (False, True):
+                    answer = text_server.post(path, **prompt, logit_bias={"576": 1}, stream=stream)
+                    assert answer.status_code == 400
+                    assert answer.json()["error"]["param"] == "logit_bias[576]"
+    assert good.result().json()["choices"][0]["token_ids"] == alone
+
+
+def test_b31_chat_with_empty_content_is_an_answer_and_without_messages_is_none(text_server: Live) -> None:
+    for stream in (False, True):
+        empty = text_server.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": ""}], max_tokens=2, stream=stream
+        )
+        assert empty.status_code == 200
+        answer = text_server.post("/v1/chat/completions", messages=[], stream=stream)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    text_server.settle()
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reason", "text"), [(1, "length", "a"), (2, "length", "ab"), (3, "stop", "ab"), (4, "stop", "ab")]
+)
+def test_b33_one_rule_for_how_an_answer_ends(
+    scripted: Callable[..., Live], max_tokens: int, reason: str, text: str
+) -> None:
+    live = scripted({"do": [*byte_ids(b"ab"), 11]}, plain=True)
+    answer = live.post("/v1/completions", prompt="do", max_tokens=max_tokens, return_token_ids=True).json()
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["text"]) == (reason, text)
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"]) == min(max_tokens, 3)
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(live.openai.completions.create(model="test", prompt="do", max_tokens=max_tokens, **options))
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == [reason]
+    assert chunks[-1].usage.completion_tokens == answer["usage"]["completion_tokens"]
+
+
+def test_b34_characters_split_over_tokens_arrive_whole(scripted: Callable[..., Live]) -> None:
+    text = "é👩‍👩‍👧 한국"
+    live = scripted({"do": [*byte_ids(text.encode()), 11], "cut": byte_ids("né🎵".encode()[:-1])}, plain=True)
+    for prompt, count, expected in (("do", 60, text), ("cut", 6, "né\N{REPLACEMENT CHARACTER}")):
+        whole = live.post("/v1/completions", prompt=prompt, max_tokens=count).json()["choices"][0]["text"]
+        assert whole == texts(live, prompt=prompt, max_tokens=count)[0] == expected
+
+
+def test_b33_no_tokens_are_refused_without_echo(text_server: Live) -> None:
     for path, body in (("/v1/completions", {"prompt": "bada"}), ("/v1/chat/completions", {"messages": []})):
         answer = text_server.post(path, **body, max_tokens=0)
         assert answer.status_code == 400

@@ -48,7 +48,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_request(
+def test_b32_a_client_that_leaves_frees_its_request(
     scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     live = scripted(ENDLESS, plain=True, max_num_seqs=1)
@@ -70,7 +70,7 @@ def test_a_client_that_leaves_frees_its_request(
     assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="test"} 2.0' in metrics(live)
 
 
-def test_a_client_that_leaves_in_its_prompt(scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b32_a_client_that_leaves_in_its_prompt(scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
     live = scripted(ENDLESS, plain=True, max_num_batched_tokens=16)
     slow_steps(live, monkeypatch, 0.01)
     connection = raw_request(live, {"prompt": [20] * 1500, "max_tokens": 5})
@@ -79,6 +79,18 @@ def test_a_client_that_leaves_in_its_prompt(scripted: Callable[..., Live], monke
     wait_for(lambda: not live.service.engine.has_unfinished, 1)
     live.settle()
     assert live.service.engine.stats().num_prefill_tokens < 1500
+
+
+def test_b32_a_client_that_leaves_between_the_last_token_and_the_end(scripted: Callable[..., Live]) -> None:
+    live = scripted({"do": "bada lo mi"}, plain=True)
+    for _ in range(10):
+        with raw_request(live, {"prompt": "do", "stream": True}) as connection:
+            read = b""
+            while b'"stop"' not in read:
+                read += connection.recv(100)
+    live.settle(1)
+    wait_for(lambda: 'hemiola:requests_open{engine="0",model_name="test"} 0.0' in metrics(live), 1)
+    assert live.post(PLAIN, prompt="do").json()["choices"][0]["text"] == "bada lo mi"
 
 
 def test_health_tells_of_steps_that_stall(scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.serve.conftest import Live
+from hemiola.config.engine import EngineConfig
+from hemiola.front import Front
+from hemiola.loading import load
+from tests.serve.conftest import Live, serving
 from tests.serve.test_chat import HI, WEATHER, both
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -38,7 +43,7 @@ def json_schema(schema: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
 
 
-def test_answers_follow_a_schema(text_server: Live) -> None:
+def test_b41_answers_follow_a_schema(text_server: Live) -> None:
     for seed in range(5):
         whole, _ = both(
             text_server,
@@ -52,7 +57,7 @@ def test_answers_follow_a_schema(text_server: Live) -> None:
         jsonschema.validate(json.loads(whole.choices[0].message.content), SCHEMA)
 
 
-def test_the_schema_begins_after_the_thought(text_server: Live) -> None:
+def test_b41_the_schema_begins_after_the_thought(text_server: Live) -> None:
     whole, _ = both(
         text_server,
         response_format=json_schema(SCHEMA),
@@ -65,6 +70,16 @@ def test_the_schema_begins_after_the_thought(text_server: Live) -> None:
     jsonschema.validate(json.loads(message.content), SCHEMA)
     assert message.reasoning_content
     assert not message.reasoning_content.startswith("{")
+
+
+def test_the_vocabulary_is_read_before_anybody_asks(text_folder: Path) -> None:
+    loaded = load(text_folder, EngineConfig(max_num_seqs=2, max_model_len=64, cache_bytes=16 << 20))
+    front = Front(loaded.engine, loaded.tokenizer)
+    with serving(front):
+        deadline = time.monotonic() + 20
+        while "_vocabulary" not in vars(front.grammars):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_any_object_and_the_responses_form(text_server: Live) -> None:

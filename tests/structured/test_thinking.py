@@ -145,7 +145,7 @@ def say(*pieces: bytes) -> list[int]:
     "thought",
     [[b"</think>"], [b"</", b"think", b">"], [b"a", b"<", b"/", b"think", b">\n"], [b"</", b"</", b"think", b">"]],
 )
-def test_a_spelled_mark_ends_the_thought(thought: list[bytes]) -> None:
+def test_b41_a_spelled_mark_ends_the_thought(thought: list[bytes]) -> None:
     thinking = spelled(AnswerIs(1))
     assert follow(thinking, say(*thought)) == len(thought)
     choices = allowed(thinking)
@@ -221,7 +221,7 @@ def run(front: Front, prompt: list[int], params: SamplingParams) -> tuple[list[i
     ("prompt", "said", "reasoning"),
     [(OPEN, b"I think: {x}|\n" + ANSWER, "I think: {x}"), (OPEN, b"|" + ANSWER, ""), (CLOSED, ANSWER, "")],
 )
-def test_a_schema_holds_after_the_thought_and_not_before(
+def test_b41_a_schema_holds_after_the_thought_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
     tokenizer: Tokenizer,
     prompt: list[int],

@@ -35,10 +35,13 @@ def ids_of(text: str) -> list[int]:
 
 def say(tokenizer: Tokenizer, ids: list[int], params: SamplingParams, size: int = 1, **options: bool) -> Parsed:
     """What clients get of an answer of `ids`, said `size` at a time and turned into text as the front does it."""
+    return say_parts(tokenizer, [ids[start : start + size] for start in range(0, len(ids), size)], params, **options)
+
+
+def say_parts(tokenizer: Tokenizer, parts: list[list[int]], params: SamplingParams, **options: bool) -> Parsed:
     output = OutputText(tokenizer, params)
     pieces: list[tuple[str, list[int]]] = []
-    for start in range(0, len(ids), size):
-        new = ids[start : start + size]
+    for new in parts:
         pieces.append((output.push(new), new))
         if output.stopped:
             break
@@ -122,6 +125,40 @@ def test_ids_and_text_agree_where_every_mark_is_meant(
     )
 
 
+WIDE = (
+    "Grüße 😀</think>\nÄ<b> 한\n"
+    + xml_call("write", path="ä/é", content='x\n</parameter> "한" 😀')
+    + xml_call("now")
+    + "Ende 👩‍👧"
+)
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["marks are tokens", "marks are spelled"])
+def test_cutting_at_any_byte_changes_nothing(tokenizer: Tokenizer, as_tokens: bool) -> None:
+    """One id per byte, so that a cut may stand inside of a character; also of the answer's beginnings."""
+    params, ids = SamplingParams(), ids_of(WIDE) if as_tokens else byte_ids(WIDE.encode())
+    whole = say_parts(tokenizer, [ids], params)
+    assert not as_tokens or (whole.reasoning, len(whole.calls)) == ("Grüße 😀", 2)
+    for cut in range(len(ids) + 1):
+        assert say_parts(tokenizer, [ids[:cut], ids[cut:]], params).all == whole.all, f"cut at {cut}"
+        beginning = say_parts(tokenizer, [ids[:cut]], params, cut=True)
+        assert say(tokenizer, ids[:cut], params, cut=True).all == beginning.all, f"the first {cut} bytes"
+
+
+@given(st.lists(FRAGMENTS, max_size=16), st.booleans(), st.booleans(), st.booleans(), st.data())
+def test_any_bytes_parse_alike_however_they_are_cut(
+    tokenizer: Tokenizer, fragments: list[str], as_tokens: bool, thinking: bool, cut: bool, data: st.DataObject
+) -> None:
+    text = "".join(fragments)
+    ids = ids_of(text) if as_tokens else byte_ids(text.encode())
+    ids = ids[: data.draw(st.integers(0, len(ids)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)))))
+    parts = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
+    whole = say_parts(tokenizer, [ids], SamplingParams(), thinking=thinking, cut=cut)
+    assert say_parts(tokenizer, parts, SamplingParams(), thinking=thinking, cut=cut).all == whole.all
+    assert say(tokenizer, ids, SamplingParams(), thinking=thinking, cut=cut).all == whole.all
+
+
 OUTPUTS = [
     before + between + after
     for before, between, after in itertools.product(
@@ -131,7 +168,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize("text", OUTPUTS)
-def test_content_holds_no_think_marks(text: str) -> None:
+def test_b42_content_holds_no_think_marks(text: str) -> None:
     quotes = text.startswith("thought<think>")  # a pair in prose, where the answer begins as content
     for thinking in (True,) if quotes else (True, False):
         assert "think>" not in parse([text], thinking=thinking).content

@@ -36,12 +36,12 @@ from tests.text.answers import V2, V3, parse, parse_every_way, xml_call
         ("x</think>a < b, <thin, </thi", True, "x", "a < b, <thin, </thi"),
     ],
 )
-def test_reasoning_and_content(text: str, thinking: bool, reasoning: str, content: str) -> None:
+def test_b36_reasoning_and_content(text: str, thinking: bool, reasoning: str, content: str) -> None:
     assert parse_every_way(text, thinking=thinking).shown == (reasoning, content, [])
     assert parse_every_way(text, thinking=thinking, format=V2).shown == (reasoning, content, [])
 
 
-def test_a_call_ends_a_thought_and_nothing_is_lost() -> None:
+def test_b37_a_call_ends_a_thought_and_nothing_is_lost() -> None:
     parsed = parse_every_way("plan \n" + xml_call("write", path="a") + "</think>\ndone")
     assert parsed.shown == ("plan", "done", [("write", {"path": "a"})])
 

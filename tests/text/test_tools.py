@@ -80,7 +80,7 @@ def test_a_string_stays_what_it_is(text: str, schema: object) -> None:
         ("2", {"type": 3}, "2"),
     ],
 )
-def test_types_come_from_the_schema(text: str, schema: dict[str, Any], value: object) -> None:
+def test_b39_types_come_from_the_schema(text: str, schema: dict[str, Any], value: object) -> None:
     definitions = tool("f", x=schema)
     definitions["function"]["parameters"]["$defs"] = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
     found = parse([xml_call("f", x=text)], thinking=False, tools=[definitions]).calls[0][1]["x"]
@@ -127,7 +127,7 @@ CLOSE = "</parameter>\n"
         BEGIN + "so:\n" + PATH + CLOSE + CONTENT + CLOSE + FUNCTION_END + CALL_END,
     ],
 )
-def test_missing_closing_tags(text: str) -> None:
+def test_b38_missing_closing_tags(text: str) -> None:
     assert arguments_of(text) == {"path": "a", "content": "b"}
     two = parse_every_way(text + "\n" + xml_call("now"), thinking=False)
     assert two.calls == [("write", {"path": "a", "content": "b"}), ("now", {})]
@@ -172,11 +172,11 @@ def test_words_of_calls_in_prose_are_prose(text: str) -> None:
         "<<<",
     ],
 )
-def test_tags_inside_of_a_value_are_its_own(value: str) -> None:
+def test_b40_tags_inside_of_a_value_are_its_own(value: str) -> None:
     assert arguments_of(xml_call("write", path="p", content=value)) == {"path": "p", "content": value}
 
 
-def test_a_value_that_ends_like_a_call_is_flagged_and_its_rest_is_not_lost() -> None:
+def test_b40_a_value_that_ends_like_a_call_is_flagged_and_its_rest_is_not_lost() -> None:
     value = "before\n</parameter>\n</function>\n</tool_call>\nafter"
     parsed = parse_every_way(xml_call("write", content=value), thinking=False)
     assert parsed.calls == [("write", {"content": "before"})]
@@ -188,7 +188,7 @@ FULL = "Ok.\n" + xml_call("write", path="a/b", content='x\n</parameter> "y"', mo
 
 
 @pytest.mark.parametrize("length", range(len(FULL) + 1))
-def test_a_call_that_is_cut_off_is_never_given_as_complete(length: int) -> None:
+def test_b38_a_call_that_is_cut_off_is_never_given_as_complete(length: int) -> None:
     parsed = parse([FULL[:length]], thinking=False, cut=True)
     whole = parse([FULL], thinking=False).calls
     complete = [call for i, call in enumerate(parsed.calls) if i != parsed.cut_off]
