@@ -23,8 +23,8 @@ def keep_fewer_products() -> None:
 
     It compiles one for every number of rows and keeps the last 1,024 of them, and torch keeps as many on top, each in a
     cache that reads its size from the environment when it is first used. Prompts have all lengths, so that both fill
-    up: by 6 MiB a minute under mixed traffic of the shipped model, against 0.4 with 256 of each, which still hold a
-    steady batch's, at the same speed (10 minutes on one core of a Xeon with AMX, 2026-11-30).
+    up: by 6 MiB a minute under mixed traffic of the shipped model (one core of a Xeon with AMX, 2026-11-30). 256 of
+    each still hold a steady batch's; with them memory is flat from the 18th minute on, at the same speed.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KEPT_PRODUCTS))
