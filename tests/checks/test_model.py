@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hemiola import LLM, SamplingParams
 from hemiola.errors import ConfigError
-from hemiola.formats.weight import Weight
+from hemiola.formats.weight import ExpertBank, Weight
 from hemiola.model.mixers.mamba2 import Mamba2Mixer
 from hemiola.model.mixers.moe import MoEMixer
 from hemiola.model.nemotron_h import NemotronH
@@ -73,7 +73,7 @@ def weights_of(thing: object, seen: set[int]) -> Iterator[Weight]:
     if isinstance(thing, Weight):
         yield thing
         return
-    if isinstance(thing, list | tuple):
+    if isinstance(thing, list | tuple | ExpertBank):
         parts = list(thing)
     else:
         names = [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())]

@@ -61,7 +61,9 @@ def ask(llm: LLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Ask:
         prompt = tokenizer.apply_chat_template(MESSAGES) if way == "chat" else "A prompt"
         scripts = {tuple(tokenizer.encode(prompt)): script}
         engine = llm.loaded.engine
-        monkeypatch.setattr(engine, "model", ScriptedModel(scripts, VOCAB))
+        scripted = ScriptedModel(scripts, VOCAB)
+        monkeypatch.setattr(engine, "model", scripted)
+        monkeypatch.setattr(engine.runner, "model", scripted)
         try:
             answer = collect(llm, way, prompt, SamplingParams(**params))
         finally:
