@@ -14,15 +14,18 @@ from hemiola.text.chat_output import ChatFormat, chat_format, thinking_is_open
 from hemiola.text.tokenizer import Tokenizer
 
 THINKING_SWITCH = "enable_thinking"
+FORCE_CONTENT = "force_nonempty_content"  # told with the template's switches, but meant for the parser, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """thinking: the answer begins inside of a thought. format: how the model writes answers."""
+    """thinking: the answer begins inside of a thought. format: how the model writes answers. force_content: an answer
+    without content has its reasoning as content."""
 
     ids: list[int]
     thinking: bool
     format: ChatFormat
+    force_content: bool
 
 
 async def chat_prompt(
@@ -35,6 +38,8 @@ async def chat_prompt(
     """Raises: ApiError for what the template refuses, an unknown switch included."""
     plain = [_plain(message) for message in messages]
     plain_tools = [tool.model_dump(exclude_none=True) for tool in tools or []]
+    force_content = switches.get(FORCE_CONTENT, False)
+    switches = {name: value for name, value in switches.items() if name != FORCE_CONTENT}
 
     def render() -> ChatPrompt:
         text = tokenizer.apply_chat_template(plain, plain_tools or None, add_generation_prompt, **switches)
@@ -43,8 +48,12 @@ async def chat_prompt(
             tokenizer.encode(text, add_special_tokens=False),
             add_generation_prompt and thinking_is_open(text),
             chat_format(source),
+            force_content,
         )
 
+    if not isinstance(force_content, bool):
+        where = f"chat_template_kwargs.{FORCE_CONTENT}"
+        raise ApiError(400, f"{where}: not true or false", param=where)
     for name in ("messages", "tools", "add_generation_prompt", "self"):
         if name in switches:
             raise ApiError(

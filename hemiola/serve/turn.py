@@ -101,6 +101,7 @@ class Turn:
                     tools=plain_tools,
                     tokenizer=tokenizer,
                     skip_special_tokens=params.skip_special_tokens,
+                    force_nonempty_content=prompt.force_content,
                 ),
                 parallel=wish.parallel_tool_calls,
             )

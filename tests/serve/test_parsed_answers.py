@@ -43,6 +43,16 @@ def test_b36_reasoning_only_where_there_was_a_thought(scripted: Callable[..., Li
             assert texts(both(live, messages=user(f"say {text}"), extra_body=extra)[0]) == fields
 
 
+def test_b36_content_is_there_where_it_is_asked_for(scripted: Callable[..., Live]) -> None:
+    live = scripted({"hi": "x"})
+    assert texts(both(live)[0]) == ("x", "")
+    forced = {"chat_template_kwargs": {"force_nonempty_content": True}}
+    assert texts(both(live, extra_body=forced)[0]) == ("", "x")
+    forced["chat_template_kwargs"]["force_nonempty_content"] = "yes"  # type: ignore[assignment]  # that is the test
+    answer = live.post("/v1/chat/completions", messages=HI, **forced)
+    assert answer.json()["error"]["param"] == "chat_template_kwargs.force_nonempty_content"
+
+
 def test_b37_a_call_inside_of_a_thought_is_seen(scripted: Callable[..., Live]) -> None:
     live = scripted({"hi": f"plan {xml_call('write', path='a')}"}, tools=[WRITE], max_model_len=4096)
     whole, _ = both(live, tools=[WRITE], max_tokens=300)
