@@ -6,9 +6,9 @@
 time of the event loop's thread over the tokens it sent, HTTP, JSON and parsers together (the engine's own thread
 detokenises). Then the asked streams for the asked minutes, of which the asked part leaves somewhere: errors, the
 resident set of the server and its slope over the second half. Last: nothing may be held, a known request has to be
-answered as at the beginning, and SIGTERM has to end the process with status 0. Before all that,
-prompts fill the caches once, because memory is resident only after its first use; in bf16 compiled products grow, too
-(see benchmarks.soak), so `--dtype float32` shows the server's own memory alone.
+answered as at the beginning, and SIGTERM has to end the process with status 0. Before all that, prompts fill the caches
+once, because memory is resident only after its first use; in bf16 compiled products grow, too (see benchmarks.soak), so
+`--dtype float32` shows the server's own memory alone.
 """
 
 from __future__ import annotations
