@@ -19,14 +19,9 @@ from functools import partial
 
 import torch
 
-from hemiola.cache.budget import CachePlan, plan_caches
-from hemiola.cache.memory import (
-    SNAPSHOTS_PER_REQUEST,
-    MemoryBudget,
-    clamp_cache_bytes,
-    estimate_workspace,
-    memory_rows,
-)
+from hemiola.cache.budget import CachePlan
+from hemiola.cache.memory import MemoryBudget, estimate_workspace, memory_rows
+from hemiola.cache.plan import plan_engine
 from hemiola.cache.tensors import CacheMover, allocate_caches
 from hemiola.config.engine import EngineConfig, available_memory
 from hemiola.config.sampling import SamplingParams
@@ -99,7 +94,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = config.max_model_len or model.config.max_position_embeddings
         available = available_memory() if available_bytes is None else available_bytes
-        self.plan, self.memory, self.notes = self._plan(kv_dtype, weight_bytes, available)
+        self.plan, self.memory = self._plan(kv_dtype, weight_bytes, available)
         self.caches = allocate_caches(model.cache_specs, self.plan, model.dtype, kv_dtype, model.device)
         self.mover = CacheMover(self.caches)
         self.scheduler = Scheduler(
@@ -115,7 +110,7 @@ class Engine:
             use_graphs=config.cuda_graphs,
             tap=tap,
         )
-        self.notes = (*self.notes, *self.runner.graph_notes)
+        self.notes = (*self.plan.notes, *self.runner.graph_notes)
         self.overlaps = config.overlap and model.device.type == "cuda"
         self._in_flight: _Step | None = None
         self.sampler = Sampler(model.ops, self.vocab_size, tuple(sorted(self.eos_token_ids)))
@@ -167,6 +162,7 @@ class Engine:
         if request is not None:
             request.finish(reason, stop_reason)
             self.scheduler.release(request)
+            self.mover.apply(self.scheduler.take_movements())
 
     def healthy(self, now: float | None = None) -> bool:
         """Whether there is no work, or a step was completed in the last stall_seconds. now: time.monotonic()."""
@@ -348,28 +344,17 @@ class Engine:
             logits = self.model.logits(hidden[low : low + len(chosen)]).float()
             request.prompt_logprobs += self.sampler.top_logprobs(logits, request.params.prompt_logprobs, chosen)
 
-    def _plan(
-        self, kv_dtype: torch.dtype, weight_bytes: int, available: int
-    ) -> tuple[CachePlan, MemoryBudget, tuple[str, ...]]:
+    def _plan(self, kv_dtype: torch.dtype, weight_bytes: int, available: int) -> tuple[CachePlan, MemoryBudget]:
         """Sizes of the caches, clamped to the memory there is, and the table of where all memory goes."""
         config, model = self.config, self.model
         workspace = estimate_workspace(model.config, config.max_num_batched_tokens, config.max_num_seqs)
-        snapshot_bytes = config.cache_bytes // 4 if config.snapshot_bytes is None else config.snapshot_bytes
-        cache_bytes, snapshot_bytes, notes = clamp_cache_bytes(
-            config.cache_bytes, snapshot_bytes, available - weight_bytes - workspace
-        )
-        plan = plan_caches(
+        plan = plan_engine(
+            config,
             model.cache_specs,
-            budget_bytes=cache_bytes,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             activation_bytes=model.dtype.itemsize,
             kv_element_bytes=kv_dtype.itemsize,
-            prefix_caching=config.prefix_caching,
-            snapshot_bytes=snapshot_bytes,
-            host_snapshot_bytes=config.host_snapshot_bytes,
-            max_snapshots=SNAPSHOTS_PER_REQUEST * config.max_num_seqs if config.snapshot_bytes is None else None,
+            room=available - weight_bytes - workspace,
         )
         rows = memory_rows(
             plan,
@@ -378,4 +363,4 @@ class Engine:
             workspace_bytes=workspace,
             swap_bytes=config.swap_bytes,
         )
-        return plan, MemoryBudget(rows, available), (*notes, *plan.notes)
+        return plan, MemoryBudget(rows, available)

@@ -223,3 +223,18 @@ def test_a_higher_priority_gets_in_at_once(folder: Path) -> None:
     assert [a.choices[0].request.num_preemptions for a in low] == [0, 1]
     finish(llm)
     assert all(len(a.choices[0].request.output_ids) == 50 for a in low)
+
+
+def test_the_host_copy_of_a_swapped_out_request_goes_with_it(folder: Path) -> None:
+    """An abort of the last request, which had made room, leaves nothing on the host, without another step."""
+    llm = tight(folder, swap_bytes=1 << 26, prefill_tokens_per_s=1e-3, prefix_caching=False)
+    engine = llm.loaded.engine
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    answers = [llm.front.add(ids(30, seed), params) for seed in range(4)]
+    while not any(a.choices[0].request.holding.swapped for a in answers):
+        llm.front.step()
+    assert engine.mover.host_bytes > 0
+    for answer in answers:
+        llm.front.abort(answer)
+    engine.check_integrity()
+    assert engine.mover.host_bytes == 0
