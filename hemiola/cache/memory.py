@@ -47,7 +47,13 @@ def clamp_cache_bytes(cache_bytes: int, snapshot_bytes: int, room: int) -> tuple
 
 
 def memory_rows(
-    plan: CachePlan, *, weight_bytes: int, expanded_bytes: int, workspace_bytes: int, swap_bytes: int
+    plan: CachePlan,
+    *,
+    weight_bytes: int,
+    expanded_bytes: int,
+    workspace_bytes: int,
+    swap_bytes: int,
+    graph_bytes: int = 0,
 ) -> tuple[MemoryRow, ...]:
     slots = f"{plan.slot_bytes:,} bytes"
     return (
@@ -68,6 +74,7 @@ def memory_rows(
         ),
         MemoryRow("swapped requests", swap_bytes, "KV and states of preempted requests", is_limit=True),
         MemoryRow("workspace", workspace_bytes, "activations and logits of one step, estimated", is_limit=True),
+        MemoryRow("graphs", graph_bytes, "CUDA graphs of decode steps, set aside", is_limit=True),
     )
 
 

@@ -35,6 +35,7 @@ from hemiola.model.batch import PENDING, BatchRow
 from hemiola.model.nemotron_h import NemotronH
 from hemiola.tap import Tap
 
+GRAPH_BYTES = 512 << 20  # of all captured steps together; those of one 30B model took a tenth of it
 LOGPROB_ROWS = 256  # rows of (rows, vocab) float32 logits alive at once for prompt log-probabilities
 _MASK = (1 << 63) - 1
 # What the parameters of one request can make the sampler raise.
@@ -348,13 +349,14 @@ class Engine:
         """Sizes of the caches, clamped to the memory there is, and the table of where all memory goes."""
         config, model = self.config, self.model
         workspace = estimate_workspace(model.config, config.max_num_batched_tokens, config.max_num_seqs)
+        graphs = GRAPH_BYTES if config.cuda_graphs and model.device.type == "cuda" else 0
         plan = plan_engine(
             config,
             model.cache_specs,
             max_model_len=self.max_model_len,
             activation_bytes=model.dtype.itemsize,
             kv_element_bytes=kv_dtype.itemsize,
-            room=available - weight_bytes - workspace,
+            room=available - weight_bytes - workspace - graphs,
         )
         rows = memory_rows(
             plan,
@@ -362,5 +364,6 @@ class Engine:
             expanded_bytes=config.expanded_bytes,
             workspace_bytes=workspace,
             swap_bytes=config.swap_bytes,
+            graph_bytes=graphs,
         )
         return plan, MemoryBudget(rows, available)
