@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -75,23 +76,12 @@ def load(
     """
     config = config or EngineConfig()
     folder, model_config, manifest = open_manifest(model, revision)
-    dtype = activation_dtype(config, model_config)
-    router_dtype = dtype if config.router_dtype == "auto" else _TORCH_DTYPES[config.router_dtype]
     ops, device = bind_ops(config)
-    nemotron_h = load_model(manifest, model_config, ops, dtype, router_dtype, device)
+    nemotron_h = bind_model(manifest, model_config, config, ops, device)
     if ops.resident is not None:
         warm(nemotron_h)
-    engine = Engine(
-        nemotron_h,
-        config,
-        eos_token_ids=read_eos_token_ids(folder) or model_config.eos_token_ids,
-        weight_bytes=ops.resident.resident_bytes
-        if ops.resident is not None
-        else sum(module.resident_bytes for module in manifest.modules),
-        available_bytes=available_device_memory(ops) if ops.resident is not None else None,
-        kv_dtype=torch.float8_e4m3fn if kv_is_fp8(config, manifest) else dtype,
-        tap=tap,
-    )
+    eos_token_ids = read_eos_token_ids(folder) or model_config.eos_token_ids
+    engine = bind_engine(nemotron_h, manifest, config, eos_token_ids, tap)
     return Loaded(folder, model_config, manifest, engine, Tokenizer.from_folder(folder))
 
 
@@ -119,6 +109,39 @@ def bind_ops(config: EngineConfig) -> tuple[Ops, torch.device]:
     kept = KeptForms(config.expanded_bytes, device)
     resident = ResidentWeights(device) if uses_device else None
     return Ops(arms, kept, resident, strict=config.strict, invariant=config.invariant), device
+
+
+def bind_model(
+    manifest: Manifest, model_config: NemotronHConfig, config: EngineConfig, ops: Ops, device: torch.device
+) -> NemotronH:
+    """The model of a manifest in the numeric mode that is set, bound to an op table."""
+    dtype = activation_dtype(config, model_config)
+    router_dtype = dtype if config.router_dtype == "auto" else _TORCH_DTYPES[config.router_dtype]
+    return load_model(manifest, model_config, ops, dtype, router_dtype, device)
+
+
+def bind_engine(
+    model: NemotronH,
+    manifest: Manifest,
+    config: EngineConfig,
+    eos_token_ids: Sequence[int],
+    tap: Tap | None = None,
+) -> Engine:
+    """An engine over a model, with its caches in the memory that the weights leave."""
+    resident = model.ops.resident
+    if resident is None:
+        weight_bytes, available = sum(module.resident_bytes for module in manifest.modules), None
+    else:
+        weight_bytes, available = resident.resident_bytes, available_device_memory(model.ops)
+    return Engine(
+        model,
+        config,
+        eos_token_ids=eos_token_ids,
+        weight_bytes=weight_bytes,
+        available_bytes=available,
+        kv_dtype=torch.float8_e4m3fn if kv_is_fp8(config, manifest) else model.dtype,
+        tap=tap,
+    )
 
 
 def warm(model: NemotronH) -> None:

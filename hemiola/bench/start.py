@@ -13,8 +13,7 @@ from hemiola.config.engine import EngineConfig
 from hemiola.config.model import NemotronHConfig
 from hemiola.engine.engine import Engine
 from hemiola.formats.manifest import Manifest
-from hemiola.loading import activation_dtype, available_device_memory, bind_ops, kv_is_fp8, open_manifest
-from hemiola.model.load import load_model
+from hemiola.loading import bind_engine, bind_model, bind_ops, open_manifest
 from hemiola.synthetic import SyntheticManifest, open_synthetic
 
 
@@ -59,10 +58,8 @@ def start(model: str | None, synthetic: str | None, config: EngineConfig) -> Sta
         else:
             folder, model_config, manifest = open_manifest(model)
             name = str(folder)
-    dtype = activation_dtype(config, model_config)
-    router_dtype = {"auto": dtype, "bf16": torch.bfloat16, "float32": torch.float32}[config.router_dtype]
     with phase("model"):
-        nemotron_h = load_model(manifest, model_config, ops, dtype, router_dtype, device)
+        nemotron_h = bind_model(manifest, model_config, config, ops, device)
     with phase("weights"):
         if ops.resident is not None:
 
@@ -76,14 +73,5 @@ def start(model: str | None, synthetic: str | None, config: EngineConfig) -> Sta
             ops.resident.release_staging()
             torch.cuda.synchronize(device)
     with phase("engine"):
-        engine = Engine(
-            nemotron_h,
-            config,
-            eos_token_ids=model_config.eos_token_ids,
-            weight_bytes=ops.resident.resident_bytes
-            if ops.resident is not None
-            else sum(module.resident_bytes for module in manifest.modules),
-            available_bytes=available_device_memory(ops) if ops.resident is not None else None,
-            kv_dtype=torch.float8_e4m3fn if kv_is_fp8(config, manifest) else dtype,
-        )
+        engine = bind_engine(nemotron_h, manifest, config, model_config.eos_token_ids)
     return Started(name, synthetic is not None, model_config, manifest, engine, device, phases)
