@@ -15,7 +15,9 @@ from hemiola import __version__
 from hemiola.cli.bench import bench
 from hemiola.cli.doctor import doctor
 from hemiola.cli.ending import Commands
+from hemiola.cli.gate import gate
 from hemiola.cli.generate import generate
+from hemiola.cli.golden import golden
 from hemiola.cli.inspect import inspect
 from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
@@ -39,6 +41,8 @@ app.command()(doctor)
 app.command()(serve)
 app.command()(load)
 app.command()(simulate)
+app.command()(golden)
+app.command()(gate)
 
 
 def _show_version(asked: bool) -> None:

@@ -68,7 +68,7 @@ def load(
     if prompt_words is not None:
         values["prompt_words"] = _mix(prompt_words)
     if api_key_file is not None:
-        values["api_key"] = _first_line(api_key_file)
+        values["api_key"] = first_line(api_key_file)
     report = asyncio.run(run_load(LoadOptions(**values)))
     if plot is not None:
         from hemiola.cli.distributions import render_svg
@@ -91,7 +91,7 @@ def _mix(text: str) -> tuple[tuple[int, float], ...]:
         raise typer.BadParameter(f"{text!r} is not of the form WORDS or WORDS:WEIGHT,WORDS:WEIGHT") from None
 
 
-def _first_line(file: str) -> str:
+def first_line(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8").split("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:

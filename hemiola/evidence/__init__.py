@@ -1,0 +1,31 @@
+"""Evidence that an engine's tokens are right: goldens of an oracle, and the gate that holds an engine to them.
+
+It drives the ordinary LLM and reads its counters; no engine depends on it. Whatever keeps an instrument from giving a
+verdict is an EvidenceError, never a pass.
+"""
+
+from hemiola.evidence.capture import Server, capture, capture_from_server
+from hemiola.evidence.compare import MODES, Figures, Mode, measure
+from hemiola.evidence.gate import GateResult, Verdict, check_identity, gate
+from hemiola.evidence.golden import EvidenceError, Golden, GoldenItem, Noise
+from hemiola.evidence.identity import Identity, identify
+
+__all__ = [
+    "MODES",
+    "EvidenceError",
+    "Figures",
+    "GateResult",
+    "Golden",
+    "GoldenItem",
+    "Identity",
+    "Mode",
+    "Noise",
+    "Server",
+    "Verdict",
+    "capture",
+    "capture_from_server",
+    "check_identity",
+    "gate",
+    "identify",
+    "measure",
+]
