@@ -79,4 +79,7 @@ def launches(path: Path) -> bool:
 
 
 def test_every_launching_module_has_cases() -> None:
-    assert {path.stem for path in KERNELS.glob("*.py") if launches(path)} <= set(MODULES)
+    launching = {path.stem for path in KERNELS.glob("*.py") if launches(path)}
+    assert launching - {"cuda"} <= set(MODULES), (
+        "cuda calls the functions of libraries, and launches what others give it"
+    )
