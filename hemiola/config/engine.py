@@ -50,9 +50,9 @@ class EngineConfig:
         are planning figures (a 30B model on one recent GPU, a PCIe 5 host link), not measurements of this machine.
     stall_seconds: an engine with work that completes no step for so long is unhealthy.
     device: "auto" is the first GPU where some op is on the device arm, else the CPU.
-    arms: the arm of every op, or op names to arms; ops that are not named run on the arm of "*", or else on the reference
-        arm. "auto" is the device arm where there is a GPU that can run it, else the reference arm. strict: no counted
-        fallbacks.
+    arms: the arm of every op, or op names to arms; ops that are not named run on the arm of "*", or else on the
+        reference arm. "auto" is the device arm where there is a GPU that can run it, else the reference arm. strict: no
+        counted fallbacks.
     invariant: on the device arm, a request's greedy tokens do not depend on what runs beside it.
     cuda_graphs: replay steps of decodes as CUDA graphs. overlap: launch a step before the ids of the one before it have
         reached the host. Both are for a GPU.
