@@ -71,7 +71,9 @@ def serve(
     traces: Annotated[
         bool, typer.Option("--traces", help="Send OpenTelemetry spans to where the OTEL_* variables say.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show on stderr where the memory goes.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show on stderr where the memory goes, beside a log of JSON, too.")
+    ] = False,
     **engine: Any,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it, with a page to try it at /."""
@@ -97,7 +99,7 @@ def serve(
     loaded = load(model, EngineConfig(**_engine_settings(engine)), revision=revision)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    if verbose:
+    if verbose or log_format == "text":
         show_memory(loaded.engine.memory)
     set_up_logging(log_format)
     name = config.served_model_name or (Path(model).name if model is not None else "hemiola")
