@@ -23,6 +23,7 @@ from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
 from hemiola.cli.serve import serve
 from hemiola.cli.simulate import simulate
+from hemiola.cli.trace import trace
 from hemiola.config.threads import keep_fewer_products, wait_passively
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ app.command()(load)
 app.command()(simulate)
 app.command()(golden)
 app.command()(gate)
+app.command()(trace)
 
 
 def _show_version(asked: bool) -> None:

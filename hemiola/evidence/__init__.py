@@ -1,7 +1,8 @@
-"""Evidence that an engine's tokens are right: goldens of an oracle, and the gate that holds an engine to them.
+"""Evidence that an engine's tokens are right: goldens of an oracle, the gate that holds an engine to them, and the
+trace that finds where two engines depart.
 
-It drives the ordinary LLM and reads its counters; no engine depends on it. Whatever keeps an instrument from giving a
-verdict is an EvidenceError, never a pass.
+It drives the ordinary LLM, or an engine over an op table that shows its calls, and reads its counters; no engine
+depends on it. Whatever keeps an instrument from giving a verdict is an EvidenceError, never a pass.
 """
 
 from hemiola.evidence.capture import Server, capture, capture_from_server
