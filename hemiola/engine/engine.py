@@ -152,11 +152,6 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
-    def warm(self, num_rows: int, num_tokens: int) -> None:
-        """Capture the graph for steps of `num_rows` decodes of up to `num_tokens` tokens, ahead of the first one."""
-        with torch.inference_mode():
-            self.runner.capture(num_rows, self.plan.blocks_for(num_tokens))
-
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request from outside (a stop string, an abort) and free what it holds; unknown ids are ignored."""
         request = self.requests.pop(request_id, None)
@@ -249,7 +244,7 @@ class Engine:
                 except _REQUEST_FAULTS as fault:
                     step.faults[place] = fault
             return
-        if ids is not step.launched.best:
+        if self.overlaps and ids is not step.launched.best:  # a graph keeps its best ids itself
             self.runner.remember([request.state_slot for request in requests], ids)
         step.ids = Ids(ids)
 

@@ -120,11 +120,6 @@ class Runner:
         """Keep the ids just sampled for the requests in these state slots, for rows that bring PENDING next."""
         self._sampled[self._placed(torch.tensor(slots))] = ids
 
-    def capture(self, num_rows: int, num_blocks: int) -> None:
-        """Capture the graph for steps of so many decodes with so many blocks each, ahead of the first such step."""
-        if self.uses_graphs:
-            self._graph(num_rows, num_blocks)
-
     def _forward(self, batch: ForwardBatch, tap: Tap | None, is_pending: bool = True) -> Tensor:
         """is_pending: whether some token may be PENDING."""
         if is_pending:
