@@ -54,15 +54,15 @@ def candidates(num_tokens: int) -> Iterator[tuple[str, Call]]:
     yield "triton", lambda x, ids, w, up, dn: triton_experts.experts(x, ids, w, up, dn, 2.5, x)
     if num_tokens <= 8:
         for (rows, splits, depth), (ks, kd) in (
-            ((1, 4, 3), (1, 4)), ((2, 4, 3), (1, 6)), ((2, 4, 2), (2, 3)), ((1, 8, 3), (2, 4)), ((2, 2, 3), (1, 3)),
-            ((4, 2, 3), (3, 3)), ((4, 4, 2), (2, 2)), ((2, 8, 2), (4, 2)),
+            ((1, 4, 2), (1, 4)), ((2, 4, 4), (1, 6)), ((2, 4, 2), (2, 2)), ((1, 8, 2), (2, 4)), ((2, 2, 4), (1, 2)),
+            ((4, 2, 2), (3, 2)), ((4, 4, 2), (2, 2)), ((2, 8, 2), (4, 2)),
         ):  # fmt: skip
             tile, down = RowsTile(8, rows, splits, depth), DownTile(ks, kd)
             yield f"direct {rows} {splits} {depth} / {ks} {kd}", direct(tile, down)
     if num_tokens >= 8:
         tokens = (8,) if num_tokens <= 64 else (8, 16)
         for n, (rows, splits, depth) in itertools.product(
-            tokens, ((8, 1, 3), (8, 1, 2), (16, 1, 2), (16, 1, 3), (4, 1, 3), (4, 2, 3), (8, 2, 2), (4, 1, 2))
+            tokens, ((8, 1, 2), (8, 1, 4), (16, 1, 2), (16, 1, 4), (4, 1, 4), (4, 2, 2), (8, 2, 2), (4, 1, 2))
         ):
             tile = RowsTile(n, rows, splits, depth)
             yield f"grouped {n}: {rows} {splits} {depth}", grouped(tile, tile)
@@ -77,7 +77,7 @@ def time_experts(tokens: list[int]) -> None:
         taken = sum(len(ids.unique()) for ids, _ in routings) / 8
         print(f"experts, T = {num_tokens}: {taken:.1f} experts, {taken * expert_bytes / 1e6:.0f} MB", flush=True)
         if num_tokens >= 8:
-            for rows, splits, depth in ((8, 1, 3), (4, 1, 3)):
+            for rows, splits, depth in ((8, 1, 2), (16, 1, 2)):
                 time_parts(x, routings, banks, RowsTile(8, rows, splits, depth))
         time_calls(
             candidates(num_tokens),
@@ -128,14 +128,14 @@ def time_linears(tokens: list[int]) -> None:
                 ("triton", lambda c, s: linear_nvfp4.linear_nvfp4(x, c, s, 1e-4, relu))
             ]
             for wr, wk, depth in (
-                (1, 4, 3),
-                (1, 8, 3),
-                (2, 4, 3),
+                (1, 4, 4),
+                (1, 8, 2),
+                (2, 4, 4),
                 (2, 4, 2),
                 (1, 6, 2),
                 (2, 8, 2),
-                (8, 1, 3),
-                (4, 2, 3),
+                (8, 1, 2),
+                (4, 2, 2),
             ):
                 tile = RowsTile(-(-num_tokens // 8) * 8, wr, wk, depth)
                 calls.append(

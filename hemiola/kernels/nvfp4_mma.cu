@@ -18,6 +18,8 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
+static_assert(DEPTH % 2 == 0, "steps are loaded two at a time");
+
 struct alignas(16) u32x4 { u32 x, y, z, w; };
 
 #ifdef IN_BYTES
@@ -129,7 +131,7 @@ __device__ __forceinline__ float rounded(float v) { return to_float(to_bf16(v));
 // One warp: 16 rows of weights times N tiles of 8 tokens, over the steps [first, last).
 template <int N>
 struct Products {
-    const u8 *upper, *lower;  // the lane's bytes of its two rows, at the next step to load for DEPTH = 0
+    const u8 *upper, *lower;  // the lane's bytes of its two rows, DEPTH steps before the next that is loaded
     const u32 *upper_scales, *lower_scales;
     int beyond;               // the first step at which the lane's bytes lie behind the row's end
     u32x4 u[DEPTH], l[DEPTH];

@@ -103,6 +103,7 @@ def takes(x: Tensor, row_bytes: int, tile: RowsTile) -> bool:
         and (len(x) == 1 or x.stride(0) % 8 == 0)
         and x.data_ptr() % 16 == 0
         and row_bytes % 16 == 0
+        and row_bytes >= _STEP_BYTES
         and rows_shared_bytes(tile, row_bytes) <= shared_memory()
     )
 
