@@ -18,6 +18,7 @@ from hemiola.errors import CheckpointError, ConfigError, UnsupportedPath
 from hemiola.formats.checkpoint import Checkpoint
 from hemiola.formats.hub import resolve
 from hemiola.formats.manifest import Manifest
+from hemiola.formats.readahead import reading_ahead
 from hemiola.model.load import load_model
 from hemiola.model.nemotron_h import NemotronH
 from hemiola.ops import KeptForms, Ops, ResidentWeights
@@ -77,11 +78,13 @@ def load(
     config = config or EngineConfig()
     folder, model_config, manifest = open_manifest(model, revision)
     ops, device = bind_ops(config)
-    nemotron_h = bind_model(manifest, model_config, config, ops, device)
-    if ops.resident is not None:
-        warm(nemotron_h)
+    with reading_ahead(manifest.checkpoint.files if ops.resident is not None else ()):
+        nemotron_h = bind_model(manifest, model_config, config, ops, device)
+        if ops.resident is not None:
+            warm(nemotron_h)
     eos_token_ids = read_eos_token_ids(folder) or model_config.eos_token_ids
     engine = bind_engine(nemotron_h, manifest, config, eos_token_ids, tap)
+    engine.compile()
     return Loaded(folder, model_config, manifest, engine, Tokenizer.from_folder(folder))
 
 

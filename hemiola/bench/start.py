@@ -13,6 +13,7 @@ from hemiola.config.engine import EngineConfig
 from hemiola.config.model import NemotronHConfig
 from hemiola.engine.engine import Engine
 from hemiola.formats.manifest import Manifest
+from hemiola.formats.readahead import reading_ahead
 from hemiola.loading import bind_engine, bind_model, bind_ops, open_manifest
 from hemiola.synthetic import SyntheticManifest, open_synthetic
 
@@ -58,20 +59,23 @@ def start(model: str | None, synthetic: str | None, config: EngineConfig) -> Sta
         else:
             folder, model_config, manifest = open_manifest(model)
             name = str(folder)
-    with phase("model"):
-        nemotron_h = bind_model(manifest, model_config, config, ops, device)
-    with phase("weights"):
-        if ops.resident is not None:
+    with reading_ahead(manifest.checkpoint.files if ops.resident is not None else ()):
+        with phase("model"):
+            nemotron_h = bind_model(manifest, model_config, config, ops, device)
+        with phase("weights"):
+            if ops.resident is not None:
 
-            def forget(done: int) -> None:
-                """What was drawn for a layer is in the way of the next one's."""
-                if drawn is not None:
-                    drawn.forget()
+                def forget(done: int) -> None:
+                    """What was drawn for a layer is in the way of the next one's."""
+                    if drawn is not None:
+                        drawn.forget()
 
-            nemotron_h.warm(forget)
-            forget(len(nemotron_h.layers))
-            ops.resident.release_staging()
-            torch.cuda.synchronize(device)
+                nemotron_h.warm(forget)
+                forget(len(nemotron_h.layers))
+                ops.resident.release_staging()
+                torch.cuda.synchronize(device)
     with phase("engine"):
         engine = bind_engine(nemotron_h, manifest, config, model_config.eos_token_ids)
+    with phase("kernels"):
+        engine.compile()
     return Started(name, synthetic is not None, model_config, manifest, engine, device, phases)

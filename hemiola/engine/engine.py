@@ -120,6 +120,10 @@ class Engine:
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
         self._last_progress_s = time.monotonic()
 
+    def compile(self) -> None:
+        """Compile the kernels of the device arm ahead of the first request, side by side."""
+        self.runner.compile(self.config.max_num_batched_tokens)
+
     def add_request(
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0
     ) -> Request:

@@ -135,6 +135,37 @@ class Runner:
         slots = batch.state_indices[: batch.num_decodes]
         return torch.nn.functional.pad(slots, (0, batch.num_tokens - batch.num_decodes), value=-1)
 
+    def compile(self, max_num_tokens: int) -> None:
+        """Compile what steps of decodes and prompts of up to so many tokens launch, ahead of the first request.
+
+        Without it each kernel is compiled when it is first needed, one after the other. Kernels that depend on more
+        than a step's size, such as those for very long contexts, still are. Nothing happens on a CPU, and where some op
+        is on the reference arm, which would compute on what memory holds.
+        """
+        ops = self.model.ops
+        if not self._on_device or set(ops.policy.values()) != {"device"}:
+            return
+        assert self._stage is not None, "on a device"
+        width = table_width(1, self._max_blocks)
+        sizes = [1 << bits for bits in range(max_num_tokens.bit_length()) if 1 << bits < max_num_tokens]
+        with ops.compiling():
+            for num_rows in self._ladder:
+                inert = ForwardBatch.build([], self._block_size, pad_decodes_to=num_rows, table_width=width)
+                self._step(inert.placed(self._stage.place))
+            for size in (*sizes, max_num_tokens):
+                row = BatchRow([0] * size, 0, [0] * -(-size // self._block_size), 0, is_prompt=True)
+                batch = ForwardBatch.build([row], self._block_size, chunk_size=self.model.config.chunk_size or 1)
+                self._step(batch.placed(self._stage.place))
+        torch.cuda.synchronize()
+
+    def _step(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, the logits of the first rows, one each, and their best ids, which are remembered."""
+        hidden = self._forward(batch, None)
+        logits = self.model.logits(hidden[: batch.state_indices.shape[0]])
+        best = self.model.ops.sample(logits, SampleBatch())
+        self._sampled[batch.state_indices] = best
+        return hidden, logits, best
+
     # Graphs
 
     def _why_no_graphs(self) -> tuple[str, ...]:
@@ -172,19 +203,12 @@ class Runner:
         inputs = self._stage.room_for(inert)
         batch = inert.placed(partial(self._stage.place, target=inputs))
 
-        def run() -> tuple[Tensor, Tensor, Tensor]:
-            hidden = self._forward(batch, None)
-            logits = self.model.logits(hidden)
-            best = self.model.ops.sample(logits, SampleBatch())
-            self._sampled[batch.state_indices] = best
-            return hidden, logits, best
-
         graph = torch.cuda.CUDAGraph()
         with self.model.ops.recorded():  # kernels are compiled and loaded before a capture, which can do neither
-            run()
+            self._step(batch)
         torch.cuda.synchronize()
         with self.model.ops.recorded() as calls, torch.cuda.graph(graph, pool=self._graph_pool):
-            hidden, logits, best = run()
+            hidden, logits, best = self._step(batch)
         self._graph_pool = graph.pool()
         return _Graph(graph, num_rows, width, inputs, hidden, logits, best, calls)
 

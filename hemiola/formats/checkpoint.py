@@ -73,6 +73,11 @@ class Checkpoint:
         unread = {file.name for file in folder.glob("*.safetensors")} - set(names)
         return cls(folder, headers, tuple(sorted(unread)), {folder / name: _map_file(folder / name) for name in names})
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold tensors."""
+        return tuple(self._handles)
+
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU: a view of the mapped file where its payload is aligned to the element, else a copy.
 

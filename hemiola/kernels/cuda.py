@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
-from hemiola.kernels.launch import capability
+from hemiola.kernels.launch import capability, compiles_only
 
 __all__ = ["PRELUDE", "CudaCompileError", "CudaError", "CudaFunction", "CudaModule", "compile_source", "missing"]
 
@@ -197,6 +197,10 @@ class CudaModule:
         """The kernel `name`. signature: a letter an argument; P pointer, i int32, l int64, f float."""
         return CudaFunction(self, name, signature)
 
+    def compile(self) -> bytes:
+        """The cubin for the current GPU, from the cache from the second time on."""
+        return compile_source(self.source, capability(), self.options)
+
     def load(self, device: int) -> c_void_p:
         """The driver's handle of this module on a GPU, the current one. Loaded once."""
         with self._lock:
@@ -205,7 +209,7 @@ class CudaModule:
                     raise CudaError(
                         "a CUDA module cannot be loaded while a graph is captured: load its functions before"
                     )
-                cubin = compile_source(self.source, capability(), self.options)
+                cubin = self.compile()
                 _enter_context(device)
                 handle = c_void_p()
                 _check(_driver().cuModuleLoadData(byref(handle), cubin), "loading a CUDA module")
@@ -267,6 +271,8 @@ class CudaFunction:
         and layouts of tensors are the caller's. shared_bytes: dynamic shared memory of a block.
         pdl: programmatic dependent launch, for sm_90 and later; the kernel has to call `gdc_wait()`.
         """
+        if compiles_only(self.module, self.module.compile):
+            return
         device = driver.active.get_current_device()
         stream = driver.active.get_current_stream(device)
         if device not in self._handles:

@@ -7,15 +7,20 @@ loading weights, overlaps. Every kernel that is launched so has to wait: a kerne
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import JITFunction
 
 __all__ = [
     "capability",
+    "compiling",
     "gdc_launch_dependents",
     "gdc_wait",
     "is_interpreted",
@@ -74,3 +79,49 @@ def uses_pdl() -> bool:
 def launch_options(pdl: bool) -> dict[str, Any]:
     """Keyword arguments of a kernel launch."""
     return {"launch_pdl": True} if pdl else {}
+
+
+class _Compiling:
+    """What is being compiled now: see `compiling`."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.threads = threads
+        self.modules: dict[int, Future[Any]] = {}  # by the address of what compiles
+
+
+_compiling: _Compiling | None = None
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within, a kernel that is launched is compiled, in threads, and does not run; at the end all are compiled.
+
+    For one thread at a time, before it serves: results are whatever memory held. What is no kernel of this package,
+    such as torch's products, runs. Raises, at the end: what a compilation raised.
+    """
+    global _compiling
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with ThreadPoolExecutor() as threads:
+        JITFunction.run = compile_only
+        _compiling = _Compiling(threads)
+        try:
+            with triton.AsyncCompileMode(threads):
+                yield
+            for module in _compiling.modules.values():
+                module.result()
+        finally:
+            JITFunction.run = run
+            _compiling = None
+
+
+def compiles_only(module: object, compile_: Callable[[], object]) -> bool:
+    """Whether a launch has to be left out; `compile_` is then called in a thread, once for each module."""
+    if _compiling is None:
+        return False
+    if id(module) not in _compiling.modules:
+        _compiling.modules[id(module)] = _compiling.threads.submit(compile_)
+    return True

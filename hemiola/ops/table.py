@@ -160,6 +160,13 @@ class Ops:
         for path, number in calls.items():
             self._counts[path][0] += number
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Within, device variants compile their kernels, side by side, and run none of them; nothing is counted."""
+        launch = importlib.import_module("hemiola.kernels.launch")
+        with self.recorded(), launch.compiling():
+            yield
+
     def prepare(self, op: str, weight: Any) -> None:
         """Build what the device variants of `op` keep of a weight, ahead of the first call."""
         if self.policy[op] == "device":
