@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hemiola.kernels import experts as kernels
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, GroupTiles, RowTiles
+from hemiola.kernels.nvfp4_words import words_per_row
 from hemiola.kernels.router import moe_route, router_logits
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTER = 128, 6, 2688, 1856
@@ -98,15 +99,15 @@ def bank(scheme: int, out_size: int, in_size: int) -> ExpertWeights:
         codes = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 60).to(torch.float8_e4m3fn)
         inner = torch.full((NUM_EXPERTS,), 0.02, device="cuda")
         return ExpertWeights(codes, None, inner * (in_size**-0.5 / 60), inner)
-    groups = -(-in_size // 64)
+    size = words_per_row(in_size)
 
     def integers(*size: int) -> Tensor:
         return torch.randint(-(1 << 31), 1 << 31, size, device="cuda", dtype=torch.int64).to(torch.int32)
 
     # Bytes of scales between 0x90 and 0x9F: scales of 1/16 to 1/4.
-    scales = (integers(NUM_EXPERTS, out_size, groups) & ~0x0F0F0F0F) | 0x09090909
+    scales = (integers(NUM_EXPERTS, out_size, size // 8) & ~0x0F0F0F0F) | 0x09090909
     factor = torch.full((NUM_EXPERTS,), 128 * gain * 2, device="cuda")
-    return ExpertWeights(integers(NUM_EXPERTS, out_size, groups * 8), scales, factor, None)
+    return ExpertWeights(integers(NUM_EXPERTS, out_size, size), scales, factor, None)
 
 
 def routing(num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hemiola.kernels.launch import capability, gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
-from hemiola.kernels.nvfp4_words import code_bits, decode_words, per_word, scale_bits
+from hemiola.kernels.nvfp4_words import (
+    code_bits,
+    decode_words,
+    per_word,
+    scale_bits,
+    scale_column,
+    scale_row,
+    word_column,
+    word_row,
+)
 
 BF16, FP8, NVFP4 = 0, 1, 2
 _BF16, _FP8, _NVFP4 = tl.constexpr(BF16), tl.constexpr(FP8), tl.constexpr(NVFP4)
@@ -102,11 +111,15 @@ def _row_products(
         column = start + tl.arange(0, COLUMNS)
         is_column = column[None, :] < row_size
         if SCHEME == _NVFP4:
-            weight = tl.load(codes + row[:, None] * row_size + column[None, :], mask=is_column, other=0)
+            weight = tl.load(
+                codes + word_row(row, row_size)[:, None] + word_column(column)[None, :], mask=is_column, other=0
+            )
             group = start // 8 + tl.arange(0, COLUMNS // 8)
             groups = row_size // 8
             scales = tl.load(
-                block_scales + row[:, None] * groups + group[None, :], mask=group[None, :] < groups, other=0
+                block_scales + scale_row(row, row_size)[:, None] + scale_column(group)[None, :],
+                mask=group[None, :] < groups,
+                other=0,
             )
             for block in tl.static_range(4):
                 first = column // 8 * 64 + block * 16 + column % 8
@@ -290,22 +303,27 @@ def grouped_kernel(
         is_pair = pair < num_pairs
         row = first + tl.arange(0, ROWS)
         # Rows and pairs past the end read others' data, and are not stored.
-        weight_row = codes + expert * num_rows * row_size + (tl.minimum(row, num_rows - 1) * row_size)[:, None]
+        safe_row = tl.minimum(row, num_rows - 1)
+        weights = codes + expert * num_rows * row_size
         x_row = x + (tl.where(is_pair, pair, tile if IS_SINGLE else 0) // PAIRS_PER_X).to(tl.int64)[None, :] * x_stride
         acc = tl.zeros((ROWS, PAIRS), tl.float32)
         if SCHEME == _NVFP4:
             groups: tl.constexpr = row_size // 8
-            scale_row = block_scales + expert * num_rows * groups + (tl.minimum(row, num_rows - 1) * groups)[:, None]
+            weight_row = weights + word_row(safe_row, row_size)[:, None]
+            own_scales = block_scales + expert * num_rows * groups + scale_row(safe_row, row_size)[:, None]
+        else:
+            weight_row = weights + (safe_row * row_size)[:, None]
         for start in tl.range(0, row_size, COLUMNS, num_stages=STAGES):
             column = start + tl.arange(0, COLUMNS)
             if SCHEME == _NVFP4:
                 group = start // 8 + tl.arange(0, COLUMNS // 8)
                 if row_size % COLUMNS == 0:
-                    words = tl.load(weight_row + column[None, :])
-                    scales = tl.load(scale_row + group[None, :])
+                    words = tl.load(weight_row + word_column(column)[None, :])
+                    scales = tl.load(own_scales + scale_column(group)[None, :])
                 else:
-                    words = tl.load(weight_row + column[None, :], mask=column[None, :] < row_size, other=0)
-                    scales = tl.load(scale_row + group[None, :], mask=group[None, :] < groups, other=0)
+                    is_word, is_group = column[None, :] < row_size, group[None, :] < groups
+                    words = tl.load(weight_row + word_column(column)[None, :], mask=is_word, other=0)
+                    scales = tl.load(own_scales + scale_column(group)[None, :], mask=is_group, other=0)
                 tiles = decode_words(words, per_word(scales, ROWS, COLUMNS // 8), ASM)
                 for j in tl.static_range(8):
                     x_column = (column // 8 * 64 + j * 8 + column % 8)[:, None]

@@ -1,7 +1,7 @@
 // Products of a few tokens with NVFP4 weights: decoded in registers, straight into the fragments of mma.m16n8k16.
 //
 // A warp takes 16 rows of weights; lane (g = lane / 4, t = lane % 4) reads 16 bytes of row g and of row g + 8 at a time,
-// at 64 s + 16 t of step s: 128 columns, of which the lane's are those that its bytes hold. A product sums over its k in
+// bytes 64 s + 16 t of step s: 128 columns, of which the lane's are those that its bytes hold. A product sums over its k in
 // any order, as long as both operands agree on it: so the codes of a word, in the order in which they decode, are the
 // lane's part of two products' weights, and x lies in shared memory in that order, 16 bytes for each such word.
 //
@@ -22,12 +22,6 @@ static_assert(DEPTH % 2 == 0, "steps are loaded two at a time");
 
 struct alignas(16) u32x4 { u32 x, y, z, w; };
 
-#ifdef IN_BYTES
-const int SCALE_BYTES = 16;  // bytes of codes that a word of scales is for
-#else
-const int SCALE_BYTES = 32;
-#endif
-const int SCALE_WORDS = 64 / SCALE_BYTES;  // of a row's step
 
 __device__ __forceinline__ u32x4 load_codes(const u8 *p) {
     u32x4 v;
@@ -36,12 +30,18 @@ __device__ __forceinline__ u32x4 load_codes(const u8 *p) {
     return v;
 }
 
+#ifdef IN_BYTES
 // A sector holds the scales of several steps: they are kept in L1 until their turn comes.
 __device__ __forceinline__ u32 load_scales(const u32 *p) {
     u32 v;
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+#else
+__device__ __forceinline__ void load_scales(const u32 *p, u32 &upper, u32 &lower) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(upper), "=r"(lower) : "l"(p));
+}
+#endif
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
     u32 r;
@@ -50,7 +50,7 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
 }
 
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -128,76 +128,90 @@ __device__ __forceinline__ u8 to_e4m3(float v) {
 
 __device__ __forceinline__ float rounded(float v) { return to_float(to_bf16(v)); }
 
+// Two steps of a lane's two rows, g and g + 8: codes and scales.
+struct Pair {
+    u32x4 upper[2], lower[2];
+    u32 upper_scale[2], lower_scale[2];
+};
+
 // One warp: 16 rows of weights times N tiles of 8 tokens, over the steps [first, last).
 template <int N>
 struct Products {
-    const u8 *upper, *lower;  // the lane's bytes of its two rows, DEPTH steps before the next that is loaded
-    const u32 *upper_scales, *lower_scales;
-    int beyond;               // the first step at which the lane's bytes lie behind the row's end
-    u32x4 u[DEPTH], l[DEPTH];
-    u32 us[DEPTH], ls[DEPTH];
-    float acc[N][2][4];       // two sums, so that a product need not wait for the one before
+    const u8 *codes;  // of the weight, the same for all lanes; what follows counts bytes, and words, from there
+    const u32 *scales;
+    u32 upper, lower, upper_scales, lower_scales;
+    int most;  // the last step at which the lane's bytes lie within the row
+    Pair ahead[DEPTH / 2];
+    float acc[N][2][4];  // two sums, so that a product need not wait for the one before
 
-    // codes, scales: of the first row of the weight. A row past the end repeats the last one.
-    __device__ __forceinline__ void start(const u8 *codes, const u32 *scales, int row, int num_rows, int row_bytes,
-                                          int first, int last) {
-        const int lane = threadIdx.x % 32, t = lane % 4;
-        const i64 r0 = min(row + lane / 4, num_rows - 1), r1 = min(row + lane / 4 + 8, num_rows - 1);
-        upper = codes + r0 * row_bytes + t * 16 + first * 64;
-        lower = codes + r1 * row_bytes + t * 16 + first * 64;
-        const int in_step = SCALE_BYTES == 16 ? t : t / 2;
-        upper_scales = scales + r0 * (row_bytes / SCALE_BYTES) + in_step + first * SCALE_WORDS;
-        lower_scales = scales + r1 * (row_bytes / SCALE_BYTES) + in_step + first * SCALE_WORDS;
-        beyond = (row_bytes - t * 16 + 63) / 64;
+    // Rows past the end repeat the last ones.
+    __device__ __forceinline__ void start(const u8 *codes_, const u32 *scales_, int row, int num_rows, int columns,
+                                          int row_bytes, int first, int last) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        codes = codes_;
+        scales = scales_;
+#ifdef IN_BYTES
+        const u32 r0 = min(row + g, num_rows - 1), r1 = min(row + g + 8, num_rows - 1);
+        upper = r0 * row_bytes + t * 16;
+        lower = r1 * row_bytes + t * 16;
+        upper_scales = r0 * (row_bytes / 16) + t;
+        lower_scales = r1 * (row_bytes / 16) + t;
+        most = (row_bytes - (int)t * 16 + 63) / 64 - 1;
+#else
+        const u32 tile = min(row, num_rows - 16) / 16 * (row_bytes / 64);
+        upper = tile * 1024 + lane * 16;
+        upper_scales = tile * 32 + g * 4 + t / 2 * 2;
+        most = ((columns + 63) / 64 * 32 - (int)t * 16 + 63) / 64 - 1;
+#endif
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++)
-            if (first + i < last) load(i, first + i, i);
+        for (int i = 0; i < DEPTH / 2; i++)
+            if (first + 2 * i < last) load(ahead[i], first + 2 * i);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[n][0][i] = acc[n][1][i] = 0.f;
     }
 
-    // Where a lane's bytes lie behind the row's end it reads the step before again: its x is zero there.
-    __device__ __forceinline__ void load(int i, int step, int ahead) {
-        const int at = step >= beyond && step > 0 ? ahead - 1 : ahead;
-        u[i] = load_codes(upper + at * 64);
-        l[i] = load_codes(lower + at * 64);
-        us[i] = load_scales(upper_scales + at * SCALE_WORDS);
-        ls[i] = load_scales(lower_scales + at * SCALE_WORDS);
-    }
-
-    // x: of each tile of tokens, the lane's place in its token's row. Steps are loaded two at a time: together they are
-    // the 128 bytes of a row that come from memory as one.
-    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
-        for (int base = first; base < last; base += DEPTH) {
+    // Two steps follow on each other in memory. Where a lane's bytes lie behind the row's end it reads the step before
+    // again: its x is zero there.
+    __device__ __forceinline__ void load(Pair &pair, int step) {
 #pragma unroll
-            for (int i = 0; i < DEPTH; i += 2) {
-                const int step = base + i;
-                if (step < last) {
-                    const u32x4 upper_words[2] = {u[i], u[i + 1]}, lower_words[2] = {l[i], l[i + 1]};
-                    const u32 upper_scale[2] = {us[i], us[i + 1]}, lower_scale[2] = {ls[i], ls[i + 1]};
-                    if (step + DEPTH < last) load(i, step + DEPTH, i + DEPTH);
-                    if (step + DEPTH + 1 < last) load(i + 1, step + DEPTH + 1, i + DEPTH + 1);
-                    multiply(upper_words[0], lower_words[0], upper_scale[0], lower_scale[0], x, step, tiles_used);
-                    if (step + 1 < last)
-                        multiply(upper_words[1], lower_words[1], upper_scale[1], lower_scale[1], x, step + 1, tiles_used);
-                }
-            }
-            upper += DEPTH * 64;
-            lower += DEPTH * 64;
-            upper_scales += DEPTH * SCALE_WORDS;
-            lower_scales += DEPTH * SCALE_WORDS;
+        for (int i = 0; i < 2; i++) {
+            const u32 at = min(step + i, most);
+#ifdef IN_BYTES
+            pair.upper[i] = load_codes(codes + (upper + at * 64));
+            pair.lower[i] = load_codes(codes + (lower + at * 64));
+            pair.upper_scale[i] = load_scales(scales + (upper_scales + at * 4));
+            pair.lower_scale[i] = load_scales(scales + (lower_scales + at * 4));
+#else
+            pair.upper[i] = load_codes(codes + (upper + at * 1024));
+            pair.lower[i] = load_codes(codes + (upper + at * 1024) + 512);
+            load_scales(scales + (upper_scales + at * 32), pair.upper_scale[i], pair.lower_scale[i]);
+#endif
         }
     }
 
-    __device__ __forceinline__ void multiply(const u32x4 &upper_words, const u32x4 &lower_words, u32 upper_scale,
-                                             u32 lower_scale, const u16 *const (&x)[N], int step, int tiles_used) {
-        const u32 upper_word[4] = {upper_words.x, upper_words.y, upper_words.z, upper_words.w};
-        const u32 lower_word[4] = {lower_words.x, lower_words.y, lower_words.z, lower_words.w};
+    // x: of each tile of tokens, the lane's place in its token's row.
+    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
+        for (int base = first; base < last; base += DEPTH) {
+#pragma unroll
+            for (int i = 0; i < DEPTH / 2; i++) {
+                const int step = base + 2 * i;
+                if (step < last) {
+                    multiply(ahead[i], 0, x, step, tiles_used);
+                    if (step + 1 < last) multiply(ahead[i], 1, x, step + 1, tiles_used);
+                    if (step + DEPTH < last) load(ahead[i], step + DEPTH);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply(const Pair &pair, int i, const u16 *const (&x)[N], int step, int tiles_used) {
+        const u32 upper_word[4] = {pair.upper[i].x, pair.upper[i].y, pair.upper[i].z, pair.upper[i].w};
+        const u32 lower_word[4] = {pair.lower[i].x, pair.lower[i].y, pair.lower[i].z, pair.lower[i].w};
         u32 u0, u1, l0, l1;
-        spread(upper_scale, u0, u1);
-        spread(lower_scale, l0, l1);
+        spread(pair.upper_scale[i], u0, u1);
+        spread(pair.lower_scale[i], l0, l1);
 #pragma unroll
         for (int q = 0; q < 4; q++) {
             u32 a[4], b[4];
@@ -205,7 +219,7 @@ struct Products {
             decode(lower_word[q], l0, l1, b);
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                if (n < tiles_used) {
+                if (N == 1 || n < tiles_used) {
                     const u32x4 v = *(const u32x4 *)(x[n] + step * 128 + q * 32);
                     mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
                     mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
@@ -231,23 +245,31 @@ __device__ __forceinline__ void spread_columns(u16 *to, u32x4 v, int c) {
 #endif
 }
 
-// Row `index / chunks` of `count` rows, eight columns each, by all threads; zeros behind a row's end.
+// `count` rows of x, eight columns at a time, by all threads together; zeros behind a row's end. row(n): where the
+// n-th begins; a warp's lanes call it together, also for rows past the last.
 template <typename Row>
 __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int padded, int x_row, Row row) {
-    const int chunks = padded / 8, threads = blockDim.x, total = count * chunks;
-    for (int base = threadIdx.x; base < total; base += 4 * threads) {
+    const int chunks = padded / 8, threads = blockDim.x;
+    int n = 0, chunk = threadIdx.x;
+    for (int done = 0; done < count * chunks; done += 4 * threads) {
         u32x4 v[4];
+        int rows[4], columns_of[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int index = base + i * threads, c = index % chunks * 8;
+            while (chunk >= chunks) {
+                chunk -= chunks;
+                n++;
+            }
+            rows[i] = n;
+            columns_of[i] = chunk * 8;
+            chunk += threads;
             v[i] = {0, 0, 0, 0};
-            if (index < total && c < columns) v[i] = *(const u32x4 *)(row(index / chunks) + c);
+            const u16 *from = row(rows[i]);
+            if (rows[i] < count && columns_of[i] < columns) v[i] = *(const u32x4 *)(from + columns_of[i]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int index = base + i * threads;
-            if (index < total) spread_columns(to + index / chunks * x_row, v[i], index % chunks * 8);
-        }
+        for (int i = 0; i < 4; i++)
+            if (rows[i] < count) spread_columns(to + rows[i] * x_row, v[i], columns_of[i]);
     }
 }
 
@@ -268,33 +290,28 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) rows_kernel(
     const int row = (blockIdx.x * WR + wr) * 16, first = split_at(steps, wk, WK), last = split_at(steps, wk + 1, WK);
     Products<NT> products;
     const bool is_plain = experts == nullptr;
-    if (is_plain) products.start(codes, scales, row, num_rows, row_bytes, first, last);
+    if (is_plain) products.start(codes, scales, row, num_rows, columns, row_bytes, first, last);
     gdc_wait();
     gdc_launch_dependents();
-    int count, first_pair, expert = 0;
+    // Lane n: the pair, or token, of the tile's place n; num_tokens in one that is empty.
+    int own, expert = 0;
     const int tile = blockIdx.y;
     if (is_plain) {
-        first_pair = tile * 8 * NT;
-        count = min(num_tokens - first_pair, 8 * NT);
+        own = min(tile * 8 * NT + lane, num_tokens);
     } else {
         if (sorted_pairs != nullptr && tile >= *num_tiles) return;
         expert = experts[tile];
         const i64 bank = (i64)expert * num_rows;
-        products.start(codes + bank * row_bytes, scales + bank * (row_bytes / SCALE_BYTES), row, num_rows, row_bytes, first,
+        products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), row, num_rows, columns, row_bytes, first,
                        last);
-        first_pair = tile;
-        count = 1;
-        if (sorted_pairs != nullptr) {
-            sorted_pairs += (i64)tile * 8 * NT;
-            const int own = lane < 8 * NT ? sorted_pairs[lane] : num_tokens;
-            count = __popc(__ballot_sync(0xFFFFFFFFu, own < num_tokens));
-        }
+        own = sorted_pairs == nullptr ? (lane == 0 ? tile : num_tokens)
+                                      : (lane < 8 * NT ? sorted_pairs[(i64)tile * 8 * NT + lane] : num_tokens);
     }
+    const int count = min(__popc(__ballot_sync(0xFFFFFFFFu, own < num_tokens)), 8 * NT);
+    const int own_row = own / pairs_per_x;
     u16 *xs = (u16 *)shared;
-    copy_rows(xs, count, columns, steps * 128, x_row, [&](int n) {
-        const int pair = sorted_pairs != nullptr ? sorted_pairs[n] : first_pair + n;
-        return x + (i64)(pair / pairs_per_x) * x_stride;
-    });
+    copy_rows(xs, count, columns, steps * 128, x_row,
+              [&](int n) { return x + (i64)__shfl_sync(0xFFFFFFFFu, own_row, n) * x_stride; });
     __syncthreads();
     const u16 *place[NT];
 #pragma unroll
@@ -309,21 +326,33 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) rows_kernel(
             sums[(wk * 8 * NT + n * 8 + t * 2 + i % 2) * 16 * WR + wr * 16 + g + i / 2 * 8] = products.sum(n, i);
     __syncthreads();
     const float scale = alpha != nullptr ? alpha[expert] : one_alpha;
-    for (int index = thread; index < count * 16 * WR; index += 32 * WR * WK) {
-        const int n = index / (16 * WR), r = index % (16 * WR), row = blockIdx.x * 16 * WR + r;
-        if (row >= num_rows) continue;
-        float sum = 0.f;
+    for (int base = 0; base < count * 8 * WR; base += 32 * WR * WK) {  // two rows a thread
+        const int index = base + thread, n = index / (8 * WR), r = index % (8 * WR) * 2, row = blockIdx.x * 16 * WR + r;
+        const int pair = __shfl_sync(0xFFFFFFFFu, own, n);
+        if (n >= count || row >= num_rows) continue;
+        const float weight = flags & 2 ? pair_weights[pair] : 1.f;
+        float result[2];
 #pragma unroll
-        for (int k = 0; k < WK; k++) sum += sums[(k * 8 * NT + n) * 16 * WR + r];
-        sum *= scale;
-        const int pair = sorted_pairs != nullptr ? sorted_pairs[n] : first_pair + n;
-        if (flags & 2) sum *= pair_weights[pair];
-        sum = rounded(sum);
-        if (flags & 1) sum = sum > 0.f ? rounded(sum * sum) : (sum < 0.f ? 0.f : sum * sum);
+        for (int i = 0; i < 2; i++) {
+            float sum = 0.f;
+#pragma unroll
+            for (int k = 0; k < WK; k++) sum += sums[(k * 8 * NT + n) * 16 * WR + r + i];
+            sum = rounded(sum * scale * weight);
+            if (flags & 1) sum = sum > 0.f ? rounded(sum * sum) : (sum < 0.f ? 0.f : sum * sum);
+            result[i] = sum;
+        }
+        const i64 at = (i64)pair * num_rows + row;
+        const bool is_last = row + 1 == num_rows;
         if (flags & 4) {
-            ((u8 *)out)[(i64)pair * num_rows + row] = to_e4m3(__fdiv_rn(sum, out_scale));
+            u8 *to = (u8 *)out + at;
+            to[0] = to_e4m3(__fdiv_rn(result[0], out_scale));
+            if (!is_last) to[1] = to_e4m3(__fdiv_rn(result[1], out_scale));
+        } else if (num_rows % 2 == 0) {
+            *(u32 *)((u16 *)out + at) = to_bf16(result[0]) | (u32)to_bf16(result[1]) << 16;
         } else {
-            ((u16 *)out)[(i64)pair * num_rows + row] = to_bf16(sum);
+            u16 *to = (u16 *)out + at;
+            to[0] = to_bf16(result[0]);
+            if (!is_last) to[1] = to_bf16(result[1]);
         }
     }
 }
@@ -345,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(32 * TOP_K * KS) down_kernel(
     const int pair = token * TOP_K + k;
     const i64 bank = (i64)ids[pair] * num_rows;
     Products<1> products;
-    products.start(codes + bank * row_bytes, scales + bank * (row_bytes / SCALE_BYTES), blockIdx.x * 16, num_rows, row_bytes,
+    products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), blockIdx.x * 16, num_rows, columns, row_bytes,
                    first, last);
     u16 *xs = (u16 *)shared;
     copy_rows(xs, TOP_K, columns, steps * 128, x_row,

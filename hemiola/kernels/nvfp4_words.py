@@ -18,6 +18,10 @@ sign of a scale goes into its codes. A group's four scales are a word; half a wo
 scale 1 (3) in bits 3 .. 0 and 15 .. 12, so that swapping the bytes of a half brings it to the same place.
 
 A decoded weight is e2m1 times e4m3 times 2^-7, exact in bfloat16; `REMAINDER` is what the tensor's scale makes up for.
+
+In memory a weight is a sequence of tiles of 16 rows and 16 words, 1 KiB each, row by row inside: what a warp reads at a
+time lies in one piece, as memory wants it. A row has a multiple of 16 words. The scales of a tile, two of each row, are
+32 words: those of rows r and r + 8 side by side, for both groups of r, for r = 0 .. 7.
 """
 
 from __future__ import annotations
@@ -30,26 +34,53 @@ from torch import Tensor
 GROUP = 64
 """Columns of a group."""
 
+TILE = 16
+"""Rows and words of a tile."""
+
 REMAINDER = 128.0
 """What a decoded weight has still to be multiplied with, besides the tensor's scale."""
 
 
 def words_per_row(columns: int) -> int:
-    """Words of a row: eight a group."""
-    return -(-columns // GROUP) * 8
+    """Words of a row: eight a group, and whole tiles."""
+    return -(-columns // (8 * TILE)) * TILE
 
 
 def pack_words(data: Tensor, block_scale: Tensor, words: Tensor, scales: Tensor) -> None:
     """Pack one weight.
 
-    data: (out, in / 2) uint8, as on disk, and block_scale: (out, in / 16) float8_e4m3fn, contiguous.
+    data: (out, in / 2) uint8, as on disk, and block_scale: (out, in / 16) float8_e4m3fn, contiguous; out is a multiple
+    of TILE, as any size is that a projection of NVFP4 weights can go on from.
     words: (out, words_per_row(in)) int32 and scales: (out, words_per_row(in) / 8) int32 are written.
     """
     rows, groups = scales.shape
+    assert rows % TILE == 0, f"{rows} rows are no whole tiles"
     row_block, group_block = 8, 16
     pack_words_kernel[triton.cdiv(rows, row_block), triton.cdiv(groups, group_block)](
         data, block_scale.view(torch.uint8), words, scales, rows, block_scale.shape[1], groups, row_block, group_block
     )
+
+
+@triton.jit
+def word_row(row, row_size):
+    """Where a row begins in its weight's words; `word_column` says how far from there a word of it lies."""
+    return row // 16 * (row_size * 16) + row % 16 * 16
+
+
+@triton.jit
+def word_column(word):
+    return word // 16 * 256 + word % 16
+
+
+@triton.jit
+def scale_row(row, row_size):
+    """As `word_row`, of the scales. row_size: of the words."""
+    return row // 16 * (row_size * 2) + row % 8 * 4 + row % 16 // 8
+
+
+@triton.jit
+def scale_column(group):
+    return group // 2 * 32 + group % 2 * 2
 
 
 @triton.jit
@@ -69,7 +100,7 @@ def pack_words_kernel(
         scale = _scale_byte(code.to(tl.int32))
         half = scale << 4 if block % 2 == 0 else (scale >> 4) | ((scale & 0xF) << 12)
         packed |= half << (16 * (block // 2))
-    tl.store(scales + row * num_groups + group, packed, mask=in_group)
+    tl.store(scales + scale_row(row, num_groups * 8) + scale_column(group), packed, mask=in_group)
 
     column = tl.program_id(1) * GROUPS * 8 + tl.arange(0, GROUPS * 8)[None, :]  # of words
     in_row = (row < num_rows) & (column < num_groups * 8)
@@ -90,7 +121,7 @@ def pack_words_kernel(
         else:
             half = ((code & 8) << 11) | ((code & 4) << 11) | ((code & 3) << 10)
         word |= half << (16 * (j // 4))
-    tl.store(words + row * (num_groups * 8) + column, word, mask=in_row)
+    tl.store(words + word_row(row, num_groups * 8) + word_column(column), word, mask=in_row)
 
 
 @triton.jit

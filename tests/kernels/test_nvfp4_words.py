@@ -19,11 +19,15 @@ ROWS = 16
 
 
 @triton.jit
-def decode_all(words, scales, tiles_ptr, floats_ptr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def decode_all(
+    words, scales, tiles_ptr, floats_ptr, ROWS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
-    offset = row * WORDS + tl.arange(0, WORDS)[None, :]
-    word = tl.load(words + offset)
-    scale = tl.load(scales + row * (WORDS // 8) + tl.arange(0, WORDS // 8)[None, :])
+    word_at, group = tl.arange(0, WORDS)[None, :], tl.arange(0, WORDS // 8)[None, :]
+    offset = row * WORDS + word_at
+    word = tl.load(words + nvfp4_words.word_row(row, SIZE) + nvfp4_words.word_column(word_at), mask=word_at < SIZE)
+    scales += nvfp4_words.scale_row(row, SIZE) + nvfp4_words.scale_column(group)
+    scale = tl.load(scales, mask=group < SIZE // 8)
     tiles = nvfp4_words.decode_words(word, nvfp4_words.per_word(scale, ROWS, WORDS // 8), False)
     for j in tl.static_range(8):
         tl.store(tiles_ptr + j * ROWS * WORDS + offset, tiles[j])
@@ -45,12 +49,9 @@ def decoded(weight: Weight) -> tuple[Tensor, Tensor]:
     words, scales = (torch.full((ROWS, n), 0x55555555, dtype=torch.int32) for n in (size, size // 8))
     nvfp4_words.pack_words(weight.data, weight.block_scale, words, scales)
     width = triton.next_power_of_2(size)
-    wide, wide_scales = (
-        torch.nn.functional.pad(t, (0, n - t.shape[1])) for t, n in ((words, width), (scales, width // 8))
-    )
     tiles = torch.full((8, ROWS, width), torch.nan, dtype=torch.bfloat16)
     floats = torch.full((8, ROWS, width), torch.nan)
-    decode_all[(1,)](wide, wide_scales, tiles, floats, ROWS=ROWS, WORDS=width)
+    decode_all[(1,)](words, scales, tiles, floats, ROWS=ROWS, WORDS=width, SIZE=size)
     first, second = (in_order(t)[:, : size * 8].double() * nvfp4_words.REMAINDER for t in (tiles, floats))
     return first, second
 
