@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hemiola.kernels import experts as kernels
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, GroupTiles, RowTiles
-from hemiola.kernels.nvfp4_words import words_per_row
+from hemiola.kernels.nvfp4 import words_per_row
 from hemiola.kernels.router import moe_route, router_logits
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTER = 128, 6, 2688, 1856

@@ -122,7 +122,7 @@ def weights(scheme: str, out_size: int, in_size: int, rotating: bool) -> list[tu
         else:
             data = torch.randint(0, 256, (out_size, in_size // 2), device="cuda", dtype=torch.uint8)
             scales = torch.randint(0x28, 0x40, (out_size, in_size // 16), device="cuda", dtype=torch.uint8)
-            made.append((nvfp4.pack_codes(data), nvfp4.pack_scales(scales.view(torch.float8_e4m3fn))))
+            made.append(nvfp4.packed(data, scales.view(torch.float8_e4m3fn)))
     return made
 
 
@@ -131,7 +131,7 @@ def call(case: Case, x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
     relu = case.name == "shared up"
     if case.scheme == "nvfp4":
         assert isinstance(case.tile, DotTile), "NVFP4 weights are decoded in tiles"
-        return linear_nvfp4.dot(x, *weight, 1.0, relu, None, case.tile)
+        return linear_nvfp4.dot(x, *weight, len(weight[0]), 1.0, relu, None, case.tile)
     if isinstance(case.tile, GemvTile):
         return linear_dense.gemv(x, weight[0], 0.1, False, None, case.tile)
     if isinstance(case.tile, DotTile):

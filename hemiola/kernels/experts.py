@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hemiola.kernels.launch import capability, gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
-from hemiola.kernels.nvfp4_words import (
+from hemiola.kernels.nvfp4 import (
     code_bits,
     decode_words,
     per_word,
@@ -41,7 +41,7 @@ _LIFT = tl.constexpr(2.0**64)
 class ExpertWeights(NamedTuple):
     """One projection of all experts, as kernels read it.
 
-    codes: BF16 (E, out, in) bfloat16; FP8 (E, out, in) float8_e4m3fn; NVFP4 (E, out, words) int32 (`nvfp4_words`).
+    codes: BF16 (E, out, in) bfloat16; FP8 (E, out, in) float8_e4m3fn; NVFP4 (E, out, words) int32 (`nvfp4`).
     block_scales: NVFP4 (E, out, words / 8) int32, else None.
     scale: (E,) float32, multiplies the accumulator: FP8 with the input's scale, NVFP4 with `REMAINDER`; BF16 None.
     input_scale: FP8 (E,) float32, else None.

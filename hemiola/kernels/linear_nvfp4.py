@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hemiola.kernels import nvfp4, nvfp4_mma
+from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.launch import (
     gdc_launch_dependents,
     gdc_wait,
@@ -21,22 +21,36 @@ from hemiola.kernels.launch import (
     shared_memory,
     uses_pdl,
 )
+from hemiola.kernels.nvfp4 import (
+    REMAINDER,
+    decode_words,
+    per_word,
+    scale_column,
+    scale_row,
+    word_column,
+    word_row,
+)
 from hemiola.kernels.nvfp4_mma import RowsTile
-from hemiola.kernels.prefetch import prefetch_rows
 from hemiola.kernels.quantize import finish_tile
 from hemiola.kernels.split_k import DotTile, add_splits, split
 
-MMA_TOKENS = 8  # so many take the CUDA kernel
-MMA_TILE = RowsTile(8, 2, 8, 2)
-MMA_TILE_OF_MANY_ROWS = RowsTile(8, 8, 1, 2)
-MANY_ROWS = 1 << 15  # enough to fill a GPU without sharing out the columns
-# By the most tokens that a tile is for, the last one for more.
+# The CUDA kernel's tiles by the most tokens, for weights of fewer and of more than MANY_ROWS rows, which fill a GPU
+# without sharing out the columns. From more tokens on the Triton kernel takes over.
+MMA_TILES = (
+    (8, RowsTile(8, 2, 8, 2), RowsTile(8, 8, 1, 2)),
+    (16, RowsTile(16, 2, 8, 2), RowsTile(16, 8, 1, 4)),
+    (32, RowsTile(16, 4, 4, 2), RowsTile(32, 8, 2, 2)),
+    (64, RowsTile(16, 8, 2, 2), RowsTile(32, 8, 2, 2)),
+)
+MANY_ROWS = 1 << 15
+# By the most tokens that a tile is for, the last one for more. Columns are a multiple of 128.
 TILES = (
     (16, DotTile(64, 16, 128, 5, 4, 264)),
     (32, DotTile(64, 32, 128, 4, 4, 264)),
     (64, DotTile(64, 64, 128, 4, 4, 264)),
-    (512, DotTile(64, 128, 128, 3, 4, 264)),
-    (1 << 31, DotTile(128, 128, 64, 4, 8)),
+    (128, DotTile(128, 64, 128, 4, 8, 264)),
+    (512, DotTile(128, 128, 128, 3, 8, 132)),
+    (1 << 31, DotTile(128, 128, 128, 3, 8)),
 )
 SMALL_SHARED = 128 << 10  # a GPU with less has room for two stages only
 INVARIANT = DotTile(64, 64, 128, 4, 4)
@@ -45,7 +59,7 @@ INVARIANT = DotTile(64, 64, 128, 4, 4)
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear_nvfp4(
     x_ptr,
-    packed_ptr,
+    words_ptr,
     scales_ptr,
     y_ptr,
     partial_ptr,
@@ -56,7 +70,7 @@ def _linear_nvfp4(
     num_tokens,
     num_rows,
     num_columns,
-    row_bytes,
+    row_size,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -68,47 +82,41 @@ def _linear_nvfp4(
     ASM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    BYTES: tl.constexpr = COLUMNS // 2
-    WORDS: tl.constexpr = COLUMNS // 32
+    WORDS: tl.constexpr = COLUMNS // 8
+    GROUPS: tl.constexpr = COLUMNS // 64
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     # Rows and tokens past the end repeat the last one: they are computed, and not stored.
     row = tl.minimum(rows, num_rows - 1).to(tl.int64)
-    in_bytes = tl.arange(0, BYTES)
-    in_words = tl.arange(0, WORDS)
-    columns = in_bytes // 32 * 64 + in_bytes % 32  # of the lo codes; the hi ones are 32 further
-    row_ptr = packed_ptr + row * row_bytes
-    scale_row_ptr = scales_ptr + row * (row_bytes // 16)
-    packed_ptr = row_ptr[:, None] + in_bytes[None, :]
-    scales_ptr = scale_row_ptr[:, None] + in_words[None, :]
+    in_words, in_groups = tl.arange(0, WORDS), tl.arange(0, GROUPS)
+    columns = in_words // 8 * 64 + in_words % 8  # of tile 0; those of tile j are 8 j further
+    words_ptr += word_row(row, row_size)[:, None] + word_column(in_words)[None, :]
+    scales_ptr += scale_row(row, row_size)[:, None] + scale_column(in_groups)[None, :]
     x_ptr += tl.minimum(tokens, num_tokens - 1).to(tl.int64)[None, :] * x_stride + columns[:, None]
-    steps = tl.cdiv(row_bytes, BYTES)
+    steps = tl.cdiv(row_size, WORDS)
     first = tl.program_id(2) * steps // tl.num_programs(2)
     last = (tl.program_id(2) + 1) * steps // tl.num_programs(2)
     if PDL:
-        prefetch_rows(row_ptr, first * BYTES, tl.minimum(last * BYTES, row_bytes))
-        prefetch_rows(scale_row_ptr, first * WORDS * 4, tl.minimum(last * BYTES, row_bytes) // 4)
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         if IS_EVEN:
-            packed = tl.load(packed_ptr + step * BYTES)
-            words = tl.load(scales_ptr + step * WORDS)
-            lo_x = tl.load(x_ptr + step * COLUMNS)
-            hi_x = tl.load(x_ptr + step * COLUMNS + 32)
+            words = tl.load(words_ptr + step * (16 * WORDS))
+            scales = tl.load(scales_ptr + step * (16 * GROUPS))
         else:
-            left = num_columns - step * COLUMNS
-            packed = tl.load(packed_ptr + step * BYTES, (in_bytes < row_bytes - step * BYTES)[None, :], 0)
-            words = tl.load(scales_ptr + step * WORDS, (in_words < row_bytes // 16 - step * WORDS)[None, :], 0)
-            lo_x = tl.load(x_ptr + step * COLUMNS, (columns < left)[:, None], 0.0)
-            hi_x = tl.load(x_ptr + step * COLUMNS + 32, (columns + 32 < left)[:, None], 0.0)
-        lo_scale, hi_scale = nvfp4.block_scales(words)
-        lo_scale = nvfp4.per_byte(lo_scale, ROWS, WORDS)
-        hi_scale = nvfp4.per_byte(hi_scale, ROWS, WORDS)
-        lo, hi = nvfp4.decode(packed, lo_scale, hi_scale, ASM)
-        acc = tl.dot(lo, lo_x, acc)
-        acc = tl.dot(hi, hi_x, acc)
+            left = row_size - step * WORDS
+            words = tl.load(words_ptr + step * (16 * WORDS), (in_words < left)[None, :], 0)
+            scales = tl.load(scales_ptr + step * (16 * GROUPS), (in_groups < left // 8)[None, :], 0)
+        tiles = decode_words(words, per_word(scales, ROWS, GROUPS), ASM)
+        for j in tl.static_range(8):
+            if IS_EVEN:
+                x = tl.load(x_ptr + step * COLUMNS + 8 * j)
+            else:
+                x = tl.load(
+                    x_ptr + step * COLUMNS + 8 * j, (columns < num_columns - step * COLUMNS - 8 * j)[:, None], 0.0
+                )
+            acc = tl.dot(tiles[j], x, acc)
     is_mine = (tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
     if IS_SPLIT:
         acc, is_last = add_splits(acc, partial_ptr, ticket_ptr, ROWS, TOKENS)
@@ -119,8 +127,9 @@ def _linear_nvfp4(
 
 def linear_nvfp4(
     x: Tensor,
-    packed: Tensor,
+    words: Tensor,
     scales: Tensor,
+    num_rows: int,
     scale: float,
     relu_squared: bool = False,
     out_scale: float | None = None,
@@ -128,41 +137,45 @@ def linear_nvfp4(
 ) -> Tensor:
     """x @ (weight * scale)^T, finished as `hemiola.kernels.quantize` says.
 
-    x: (T, in) bfloat16, rows contiguous. packed, scales: of `nvfp4.pack_codes` and `nvfp4.pack_scales`. invariant: one
-    tile for any T. Returns (T, out) bfloat16, or float8_e4m3fn where out_scale is given.
+    x: (T, in) bfloat16, rows contiguous. words, scales: of `nvfp4.pack_words`, for num_rows rows and what they are
+    padded with. invariant: one tile for any T. Returns (T, num_rows) bfloat16, or float8_e4m3fn where out_scale is
+    given.
     """
     num_tokens = len(x)
-    if num_tokens <= MMA_TOKENS and not invariant:
-        mma_tile = MMA_TILE_OF_MANY_ROWS if len(packed) >= MANY_ROWS else MMA_TILE
-        if nvfp4_mma.takes(x, packed.shape[1], mma_tile):
-            return nvfp4_mma.linear(x, packed, scales, scale * nvfp4.REMAINDER, relu_squared, out_scale, mma_tile)
-    tile = INVARIANT if invariant else next(tile for most, tile in TILES if num_tokens <= most)
+    if not invariant:
+        for most, few_rows, many_rows in MMA_TILES:
+            tile = many_rows if num_rows >= MANY_ROWS else few_rows
+            if num_tokens <= most and nvfp4_mma.takes(x, 4 * words.shape[1], tile):
+                return nvfp4_mma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, tile)
+    dot_tile = INVARIANT if invariant else next(tile for most, tile in TILES if num_tokens <= most)
     if shared_memory() < SMALL_SHARED:
-        tile = tile._replace(stages=min(tile.stages, 2))
-    return dot(x, packed, scales, scale, relu_squared, out_scale, tile)
+        dot_tile = dot_tile._replace(stages=min(dot_tile.stages, 2))
+    return dot(x, words, scales, num_rows, scale, relu_squared, out_scale, dot_tile)
 
 
 def dot(
     x: Tensor,
-    packed: Tensor,
+    words: Tensor,
     scales: Tensor,
+    num_rows: int,
     scale: float,
     relu_squared: bool,
     out_scale: float | None,
     tile: DotTile,
 ) -> Tensor:
-    """The product in one kernel. Arguments as of `linear_nvfp4`."""
+    """The product in one Triton kernel. Arguments as of `linear_nvfp4`."""
     num_tokens, num_columns = x.shape
-    num_rows, row_bytes = packed.shape
+    row_size = words.shape[1]
     y_dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
     y, pdl = torch.empty(num_tokens, num_rows, dtype=y_dtype, device=x.device), uses_pdl()
     if not y.numel():
         return y
-    grid, partial, tickets = split(tile, num_rows, num_tokens, 2 * row_bytes, x.device)
+    grid, partial, tickets = split(tile, num_rows, num_tokens, 8 * row_size, x.device)
+    is_even = row_size % (tile.columns // 8) == 0 and num_columns == 8 * row_size
     _linear_nvfp4[grid](
-        x, packed, scales, y, partial, tickets, x.stride(0), scale * nvfp4.REMAINDER,
-        1.0 if out_scale is None else out_scale, num_tokens, num_rows, num_columns, row_bytes,
-        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, IS_EVEN=num_columns % tile.columns == 0,
+        x, words, scales, y, partial, tickets, x.stride(0), scale * REMAINDER,
+        1.0 if out_scale is None else out_scale, num_tokens, num_rows, num_columns, row_size,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, IS_EVEN=is_even,
         IS_SPLIT=grid[2] > 1, RELU_SQUARED=relu_squared, QUANTIZES=out_scale is not None, PDL=pdl,
         ASM=not is_interpreted(), STAGES=tile.stages, num_warps=tile.warps, **launch_options(pdl),
     )  # fmt: skip

@@ -1,17 +1,27 @@
-"""NVFP4 weights in the order in which kernels read them: packing, in torch, and decoding, inside of kernels.
+"""NVFP4 in 32-bit words that decode on their own: the form in which kernels read weights.
 
-On disk byte b of a row holds columns 2b and 2b + 1. Packed, columns go in groups of 64, padded with zeros: byte b of
-the 32 of group g holds column 64 g + b ("lo") in its high nibble and column 64 g + 32 + b ("hi") in its low one. So a
-tile of packed bytes decodes element by element to two tiles of its own shape, whatever threads hold which bytes: what
-the hardware wants of a matrix product's operand needs no exchange.
+Columns go in groups of 64, padded with zeros; a row's group is eight words, and word w holds columns 8 j + w of the
+group for j = 0 .. 7. So tile j of a tile of words is a tile of the words' shape, whose columns lie eight by eight side
+by side. Decoding treats every word alike, wherever it lies: a compiler may put tiles into any layout, that of a tensor
+core's operand included, and nothing has to move between threads afterwards.
 
-A code's bits read as the low bits of a bfloat16 exponent and the first of its mantissa are its value times 2^-126, the
-subnormal one included: two codes that lie 16 bits apart become a pair of bfloat16 numbers by two masks and a shift.
+Half a word (low: j = 0 .. 3, high: j = 4 .. 7) is four codes. The bits of a code, sign and magnitude, stand where one
+shift takes them to a bfloat16's sign and to the last bits of its exponent with the first of its mantissa, where they
+are the code's value times 2^-126:
 
-Sixteen bytes at a multiple of sixteen hold one block of lo columns and one of hi columns. Their two scales make one
-32-bit word, lo in its lower half: words of scales are a row of K / 32. Each is e4m3 times 2^119 in bfloat16, so that a
-decoded weight is e2m1 times e4m3 times 2^-7, exact in bfloat16. What remains, 2^7 (`REMAINDER`), belongs to the
-tensor's scale, which multiplies the accumulator.
+    j = 0, 4: sign 15, magnitude 8 7 6        j = 1, 5: sign 12, magnitude 5 4 3
+    j = 2, 6: sign 9, magnitude 2 1 0         j = 3, 7: sign 14, magnitude 13 11 10
+
+A scale is one byte, five bits of exponent and three of mantissa: every e4m3 magnitude, the subnormal ones too, has such
+a byte b, with (b << 4) | 0x7000 the bfloat16 of the scale times 2^119; b = 0 comes with codes that are all zero. The
+sign of a scale goes into its codes. A group's four scales are a word; half a word is scale 0 (2) in bits 11 .. 4 and
+scale 1 (3) in bits 3 .. 0 and 15 .. 12, so that swapping the bytes of a half brings it to the same place.
+
+A decoded weight is e2m1 times e4m3 times 2^-7, exact in bfloat16; `REMAINDER` is what the tensor's scale makes up for.
+
+In memory a weight is a sequence of tiles of 16 rows and 16 words, 1 KiB each, row by row inside: what a warp reads at a
+time lies in one piece, as memory wants it. A row has a multiple of 16 words. The scales of a tile, two of each row, are
+32 words: those of rows r and r + 8 side by side, for both groups of r, for r = 0 .. 7.
 """
 
 from __future__ import annotations
@@ -24,111 +34,243 @@ from torch import Tensor
 GROUP = 64
 """Columns of a group."""
 
+TILE = 16
+"""Rows and words of a tile."""
+
 REMAINDER = 128.0
 """What a decoded weight has still to be multiplied with, besides the tensor's scale."""
 
-_CHUNK_BYTES = 1 << 26  # packed at a time, so that temporaries stay small beside a bank of experts
+
+def words_per_row(columns: int) -> int:
+    """Words of a row: eight a group, and whole tiles."""
+    return -(-columns // (8 * TILE)) * TILE
 
 
-def padded_columns(columns: int) -> int:
-    """Columns of a packed row: whole groups."""
-    return -(-columns // GROUP) * GROUP
+def packed(data: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Words and scales, as of `pack_words`, of a weight of any number of rows: it is padded to whole tiles."""
+    missing = -len(data) % TILE
+    if missing:
+        data = torch.nn.functional.pad(data, (0, 0, 0, missing))
+        scale_bytes = torch.nn.functional.pad(block_scale.view(torch.uint8), (0, 0, 0, missing))
+        block_scale = scale_bytes.view(torch.float8_e4m3fn)
+    size = words_per_row(16 * block_scale.shape[1])
+    words, scales = (torch.empty(len(data), n, dtype=torch.int32, device=data.device) for n in (size, size // 8))
+    pack_words(data, block_scale, words, scales)
+    return words, scales
 
 
-def pack_codes(data: Tensor) -> Tensor:
-    """Codes from their order on disk to the packed order.
+def pack_words(data: Tensor, block_scale: Tensor, words: Tensor, scales: Tensor) -> None:
+    """Pack one weight.
 
-    data: (..., in / 2) uint8, contiguous, any device. Returns (..., padded_columns(in) / 2) uint8.
+    data: (out, in / 2) uint8, as on disk, and block_scale: (out, in / 16) float8_e4m3fn, contiguous; out is a multiple
+    of TILE, as any size is that a projection of NVFP4 weights can go on from.
+    words: (out, words_per_row(in)) int32 and scales: (out, words_per_row(in) / 8) int32 are written.
     """
-    in_bytes = data.shape[-1]
-    out_bytes = padded_columns(2 * in_bytes) // 2
-    rows = data.reshape(-1, in_bytes)
-    packed = torch.empty(len(rows), out_bytes, dtype=torch.uint8, device=data.device)
-    step = max(1, _CHUNK_BYTES // out_bytes)
-    for start in range(0, len(rows), step):
-        part = torch.nn.functional.pad(rows[start : start + step], (0, out_bytes - in_bytes))
-        lo, hi = part.view(len(part), -1, 2, 16).unbind(2)  # (rows, groups, 16): two columns a byte, the first low
-        first = (lo << 4) | (hi & 0xF)
-        second = (lo & 0xF0) | (hi >> 4)
-        packed[start : start + step] = torch.stack((first, second), dim=-1).view(len(part), out_bytes)
-    return packed.view(*data.shape[:-1], out_bytes)
-
-
-def pack_scales(block_scale: Tensor) -> Tensor:
-    """Block scales, widened, in words of two.
-
-    block_scale: (..., in / 16) float8_e4m3fn, any device. Returns (..., padded_columns(in) / 32) int32.
-    """
-    scales = (block_scale.float() * 2.0**119).bfloat16()
-    scales = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
-    words = scales.view(*scales.shape[:-1], -1, 2, 2).transpose(-1, -2).contiguous()  # lo and hi side by side
-    return words.flatten(-3).view(torch.int32)
+    rows, groups = scales.shape
+    assert rows % TILE == 0, f"{rows} rows are no whole tiles"
+    row_block, group_block = 8, 16
+    pack_words_kernel[triton.cdiv(rows, row_block), triton.cdiv(groups, group_block)](
+        data, block_scale.view(torch.uint8), words, scales, rows, block_scale.shape[1], groups, row_block, group_block
+    )
 
 
 @triton.jit
-def block_scales(words):
-    """Words of two scales, int32 of any shape: those of the lo and those of the hi columns, bfloat16."""
-    lo = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    hi = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return lo, hi
+def word_row(row, row_size):
+    """Where a row begins in its weight's words; `word_column` says how far from there a word of it lies."""
+    return row // 16 * (row_size * 16) + row % 16 * 16
 
 
 @triton.jit
-def per_byte(scales, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Scales (ROWS, WORDS) repeated for each of the sixteen bytes that they belong to: (ROWS, 16 * WORDS)."""
-    return tl.reshape(tl.broadcast_to(scales[:, :, None], (ROWS, WORDS, 16)), (ROWS, 16 * WORDS))
+def word_column(word):
+    return word // 16 * 256 + word % 16
 
 
 @triton.jit
-def decode(packed, lo_scale, hi_scale, ASM: tl.constexpr):
-    """A tile of packed bytes, uint8, to its lo and hi columns: e2m1 times e4m3 times 2^-7, bfloat16.
+def scale_row(row, row_size):
+    """As `word_row`, of the scales. row_size: of the words."""
+    return row // 16 * (row_size * 2) + row % 8 * 4 + row % 16 // 8
 
-    lo_scale, hi_scale: bfloat16 of the tile's shape, `per_byte` of `block_scales`. ASM: pairs in inline assembly;
-    without it, the same values by plain operations.
+
+@triton.jit
+def scale_column(group):
+    return group // 2 * 32 + group % 2 * 2
+
+
+@triton.jit
+def pack_words_kernel(
+    data, block_scale, words, scales, num_rows, num_blocks, num_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    in_group = (row < num_rows) & (group < num_groups)
+    packed = tl.zeros((ROWS, GROUPS), tl.int32)
+    for block in tl.static_range(4):
+        code = tl.load(
+            block_scale + row * num_blocks + group * 4 + block,
+            mask=in_group & (group * 4 + block < num_blocks),
+            other=0,
+        )
+        scale = _scale_byte(code.to(tl.int32))
+        half = scale << 4 if block % 2 == 0 else (scale >> 4) | ((scale & 0xF) << 12)
+        packed |= half << (16 * (block // 2))
+    tl.store(scales + scale_row(row, num_groups * 8) + scale_column(group), packed, mask=in_group)
+
+    column = tl.program_id(1) * GROUPS * 8 + tl.arange(0, GROUPS * 8)[None, :]  # of words
+    in_row = (row < num_rows) & (column < num_groups * 8)
+    word = tl.zeros((ROWS, GROUPS * 8), tl.int32)
+    for j in tl.static_range(8):
+        source = column // 8 * 64 + j * 8 + column % 8
+        has_source = in_row & (source < num_blocks * 16)
+        pair = tl.load(data + row * (num_blocks * 8) + source // 2, mask=has_source, other=0).to(tl.int32)
+        scale = tl.load(block_scale + row * num_blocks + source // 16, mask=has_source, other=0).to(tl.int32)
+        code = (pair >> (source % 2 * 4)) & 0xF
+        code = tl.where((scale & 0x7F) == 0, 0, code ^ ((scale & 0x80) >> 4))
+        if j % 4 == 0:
+            half = ((code & 8) << 12) | ((code & 7) << 6)
+        elif j % 4 == 1:
+            half = ((code & 8) << 9) | ((code & 7) << 3)
+        elif j % 4 == 2:
+            half = ((code & 8) << 6) | (code & 7)
+        else:
+            half = ((code & 8) << 11) | ((code & 4) << 11) | ((code & 3) << 10)
+        word |= half << (16 * (j // 4))
+    tl.store(words + word_row(row, num_groups * 8) + word_column(column), word, mask=in_row)
+
+
+@triton.jit
+def _scale_byte(e4m3):
+    """The byte of an e4m3 scale's magnitude: that of 1 is 0xB0. A NaN's makes a NaN."""
+    exponent, mantissa = (e4m3 >> 3) & 0xF, e4m3 & 7
+    # A subnormal magnitude, mantissa / 8 * 2^-6, brought to a leading one: shifted by one, two or three.
+    shift = tl.where(mantissa >= 4, 1, tl.where(mantissa >= 2, 2, 3))
+    normal = ((exponent + 15) << 3) | mantissa
+    subnormal = ((16 - shift) << 3) | ((mantissa << shift) & 7)
+    byte = tl.where(exponent == 0, subnormal, normal)
+    byte = tl.where(mantissa + exponent == 0, 0, byte)
+    return tl.where((e4m3 & 0x7F) == 0x7F, 0xFF, byte)
+
+
+@triton.jit
+def code_bits(word, J: tl.constexpr):
+    """Code J of each word, as the bits of a float32 that is the code's value times 2^-126; int32."""
+    half = word << 16 if J < 4 else word
+    if J % 4 == 0:
+        bits = half & -0x7E400000  # 0x81C00000
+    elif J % 4 == 1:
+        bits = (half << 3) & -0x7E400000
+    elif J % 4 == 2:
+        bits = (half << 6) & -0x7E400000
+    else:
+        bits = ((half << 1) & -0x80000000) | ((half >> 4) & 0x00C00000) | ((half >> 5) & 0x01000000)
+    return bits
+
+
+@triton.jit
+def scale_bits(scales, BLOCK: tl.constexpr):
+    """Scale BLOCK of each group's word, as the bits of a float32 that is the scale times 2^119; int32."""
+    if BLOCK == 0:
+        bits = (scales << 16) & 0x0FF00000
+    elif BLOCK == 1:
+        bits = ((scales << 24) & 0x0F000000) | ((scales << 8) & 0x00F00000)
+    elif BLOCK == 2:
+        bits = scales & 0x0FF00000
+    else:
+        bits = ((scales << 8) & 0x0F000000) | ((scales >> 8) & 0x00F00000)
+    return bits | 0x70000000
+
+
+@triton.jit
+def per_word(scales, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """What belongs to a group, (ROWS, GROUPS), repeated for each of its words: (ROWS, 8 * GROUPS)."""
+    return tl.reshape(tl.broadcast_to(scales[:, :, None], (ROWS, GROUPS, 8)), (ROWS, GROUPS * 8))
+
+
+@triton.jit
+def decode_words(words, scales, ASM: tl.constexpr):
+    """Eight bfloat16 tiles of a tile of words: e2m1 times e4m3 times 2^-7; tile j holds columns 8 j + w of each group.
+
+    words: int32; scales: of the same shape, `per_word`. ASM: two words at a time, in packed arithmetic; same values.
     """
     if ASM:
-        # $0 $1: lo pairs; $2 $3: hi pairs; $4: four bytes; $5 $6 and $7 $8: their scales.
-        lo, hi = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 a, b, m, q, zero;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 a, $4, 0, 0x1404;
-            prmt.b32 b, $4, 0, 0x3424;
-            shr.b32 m, a, 6;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, a, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $0, m, $5, zero;
-            shr.b32 m, b, 6;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, b, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $1, m, $6, zero;
-            shl.b32 q, a, 4;
-            shr.b32 m, a, 2;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, q, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $2, m, $7, zero;
-            shl.b32 q, b, 4;
-            shr.b32 m, b, 2;
-            and.b32 m, m, 0x01C001C0;
-            lop3.b32 m, q, 0x80008000, m, 0xEA;
-            fma.rn.bf16x2 $3, m, $8, zero;
+            .reg .b32 a, b, s, t, m, z, c, e;
+            mov.b32 z, 0x80008000;
+            mov.b32 m, 0x81C081C0;
+            mov.b32 c, 0x0FF00FF0;
+            mov.b32 e, 0x70007000;
+            prmt.b32 a, $8, $9, 0x5410;
+            prmt.b32 b, $8, $9, 0x7632;
+            prmt.b32 t, $10, $11, 0x5410;
+            lop3.b32 s, t, c, e, 0xEA;
+            and.b32 $0, a, m;
+            fma.rn.bf16x2 $0, $0, s, z;
+            shl.b32 $1, a, 3;
+            and.b32 $1, $1, m;
+            fma.rn.bf16x2 $1, $1, s, z;
+            prmt.b32 t, t, t, 0x2301;
+            lop3.b32 s, t, c, e, 0xEA;
+            shl.b32 $2, a, 6;
+            and.b32 $2, $2, m;
+            fma.rn.bf16x2 $2, $2, s, z;
+            shl.b32 $3, a, 1;
+            and.b32 $3, $3, z;
+            shr.b32 t, a, 4;
+            lop3.b32 $3, t, 0x00C000C0, $3, 0xEA;
+            shr.b32 t, a, 5;
+            lop3.b32 $3, t, 0x01000100, $3, 0xEA;
+            fma.rn.bf16x2 $3, $3, s, z;
+            prmt.b32 t, $10, $11, 0x7632;
+            lop3.b32 s, t, c, e, 0xEA;
+            and.b32 $4, b, m;
+            fma.rn.bf16x2 $4, $4, s, z;
+            shl.b32 $5, b, 3;
+            and.b32 $5, $5, m;
+            fma.rn.bf16x2 $5, $5, s, z;
+            prmt.b32 t, t, t, 0x2301;
+            lop3.b32 s, t, c, e, 0xEA;
+            shl.b32 $6, b, 6;
+            and.b32 $6, $6, m;
+            fma.rn.bf16x2 $6, $6, s, z;
+            shl.b32 $7, b, 1;
+            and.b32 $7, $7, z;
+            shr.b32 t, b, 4;
+            lop3.b32 $7, t, 0x00C000C0, $7, 0xEA;
+            shr.b32 t, b, 5;
+            lop3.b32 $7, t, 0x01000100, $7, 0xEA;
+            fma.rn.bf16x2 $7, $7, s, z;
             }
             """,
-            "=&r,=&r,=&r,=r,r,r,r,r,r",
-            [packed, lo_scale, hi_scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+            [words, scales],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
             is_pure=True,
-            pack=4,
+            pack=2,
         )
     else:
-        lo = _value(packed >> 4) * lo_scale
-        hi = _value(packed & 0xF) * hi_scale
-    return lo, hi
+        return (
+            _weight(words, scales, 0),
+            _weight(words, scales, 1),
+            _weight(words, scales, 2),
+            _weight(words, scales, 3),
+            _weight(words, scales, 4),
+            _weight(words, scales, 5),
+            _weight(words, scales, 6),
+            _weight(words, scales, 7),
+        )
 
 
 @triton.jit
-def _value(code):
-    """A code's value times 2^-126, bfloat16."""
-    bits = code.to(tl.int32)
-    return (((bits & 8) << 12) | ((bits & 7) << 6)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def _weight(words, scales, J: tl.constexpr):
+    code = code_bits(words, J).to(tl.float32, bitcast=True)
+    return (code * scale_bits(scales, J // 2).to(tl.float32, bitcast=True)).to(tl.bfloat16)

@@ -9,9 +9,10 @@
 // its mantissa, are its value times 2^-126; scales are times 2^119. Their product, e2m1 times e4m3 times 2^-7, is exact
 // in bfloat16; what remains belongs to `alpha`.
 //
+// Weights are the tiles of nvfp4.py: a step of a warp's 16 rows is one of them.
+//
 // Defined from outside: NT (tiles of 8 tokens), WR and WK (warps along rows, and along columns: their sums are added in
-// order), DEPTH (steps that a warp has under way, even), TOP_K and KS (of the down kernel), and IN_BYTES: the order of codes
-// and scales is that of nvfp4.py; otherwise that of nvfp4_words.py.
+// order), DEPTH (steps that a warp has under way, even), TOP_K and KS (of the down kernel).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -30,18 +31,9 @@ __device__ __forceinline__ u32x4 load_codes(const u8 *p) {
     return v;
 }
 
-#ifdef IN_BYTES
-// A sector holds the scales of several steps: they are kept in L1 until their turn comes.
-__device__ __forceinline__ u32 load_scales(const u32 *p) {
-    u32 v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-#else
 __device__ __forceinline__ void load_scales(const u32 *p, u32 &upper, u32 &lower) {
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(upper), "=r"(lower) : "l"(p));
 }
-#endif
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
     u32 r;
@@ -58,30 +50,17 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 
 // The scales of the 16 bytes of a lane: those of the first two and of the last two pairs of codes of a word.
 __device__ __forceinline__ void spread(u32 scales, u32 &first, u32 &second) {
-#ifdef IN_BYTES
-    first = __byte_perm(scales, 0, 0x1010);
-    second = __byte_perm(scales, 0, 0x3232);
-#else
     first = (scales & 0x0FF00FF0u) | 0x70007000u;
     second = (__byte_perm(scales, 0, 0x2301) & 0x0FF00FF0u) | 0x70007000u;
-#endif
 }
 
 // A word's eight codes as four pairs.
 __device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]) {
-#ifdef IN_BYTES
-    const u32 low = __byte_perm(w, 0, 0x1404), high = __byte_perm(w, 0, 0x3424), sign = 0x80008000u, m = 0x01C001C0u;
-    a[0] = mul2((low & sign) | ((low >> 6) & m), first);
-    a[1] = mul2((high & sign) | ((high >> 6) & m), first);
-    a[2] = mul2(((low << 4) & sign) | ((low >> 2) & m), second);
-    a[3] = mul2(((high << 4) & sign) | ((high >> 2) & m), second);
-#else
     const u32 m = 0x81C081C0u;
     a[0] = mul2(w & m, first);
     a[1] = mul2((w << 3) & m, first);
     a[2] = mul2((w << 6) & m, second);
     a[3] = mul2(((w << 1) & 0x80008000u) | ((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u), second);
-#endif
 }
 
 // The first of `steps` steps that is part `part` of `parts`: even, so that two steps are 128 bytes of a row.
@@ -91,11 +70,7 @@ __device__ __forceinline__ int split_at(int steps, int part, int parts) {
 
 // Where column c of x lies in a row of shared memory.
 __device__ __forceinline__ int place_of(int c) {
-#ifdef IN_BYTES
-    const int t = c / 64 % 2 * 2 + c % 32 / 16, q = c % 16 / 4, e = c / 32 % 2 * 4 + c % 4;
-#else
     const int t = c / 64 % 2 * 2 + c % 8 / 4, q = c % 4, j = c / 8 % 8, e = j % 4 * 2 + j / 4;
-#endif
     return c / 128 * 128 + (q * 4 + t) * 8 + e;
 }
 
@@ -150,19 +125,10 @@ struct Products {
         const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         codes = codes_;
         scales = scales_;
-#ifdef IN_BYTES
-        const u32 r0 = min(row + g, num_rows - 1), r1 = min(row + g + 8, num_rows - 1);
-        upper = r0 * row_bytes + t * 16;
-        lower = r1 * row_bytes + t * 16;
-        upper_scales = r0 * (row_bytes / 16) + t;
-        lower_scales = r1 * (row_bytes / 16) + t;
-        most = (row_bytes - (int)t * 16 + 63) / 64 - 1;
-#else
-        const u32 tile = min(row, num_rows - 16) / 16 * (row_bytes / 64);
+        const u32 tile = min(row / 16, (num_rows - 1) / 16) * (row_bytes / 64);
         upper = tile * 1024 + lane * 16;
         upper_scales = tile * 32 + g * 4 + t / 2 * 2;
         most = ((columns + 63) / 64 * 32 - (int)t * 16 + 63) / 64 - 1;
-#endif
 #pragma unroll
         for (int i = 0; i < DEPTH / 2; i++)
             if (first + 2 * i < last) load(ahead[i], first + 2 * i);
@@ -178,16 +144,9 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 at = min(step + i, most);
-#ifdef IN_BYTES
-            pair.upper[i] = load_codes(codes + (upper + at * 64));
-            pair.lower[i] = load_codes(codes + (lower + at * 64));
-            pair.upper_scale[i] = load_scales(scales + (upper_scales + at * 4));
-            pair.lower_scale[i] = load_scales(scales + (lower_scales + at * 4));
-#else
             pair.upper[i] = load_codes(codes + (upper + at * 1024));
             pair.lower[i] = load_codes(codes + (upper + at * 1024) + 512);
             load_scales(scales + (upper_scales + at * 32), pair.upper_scale[i], pair.lower_scale[i]);
-#endif
         }
     }
 
@@ -234,15 +193,10 @@ struct Products {
 // Eight columns of x, from c on, to where the products read them in shared memory.
 __device__ __forceinline__ void spread_columns(u16 *to, u32x4 v, int c) {
     const u32 words[4] = {v.x, v.y, v.z, v.w};
-#ifdef IN_BYTES
-#pragma unroll
-    for (int i = 0; i < 4; i++) *(u32 *)(to + place_of(c + 2 * i)) = words[i];
-#else
     // The eight lie in eight places, in the same order from c on as from the first column of a group.
     u16 *base = to + place_of(c);
 #pragma unroll
     for (int i = 0; i < 8; i++) base[place_of(i)] = (u16)(words[i / 2] >> (i % 2 * 16));
-#endif
 }
 
 // `count` rows of x, eight columns at a time, by all threads together; zeros behind a row's end. row(n): where the

@@ -43,15 +43,15 @@ class DownTile:
 
 # For 1, 2, ... tokens: every pair alone, for up and for down.
 DIRECT = (
-    (RowsTile(8, 2, 4, 2), DownTile(1, 4)),
-    (RowsTile(8, 2, 4, 2), DownTile(2, 2)),
-    (RowsTile(8, 2, 4, 2), DownTile(1, 4)),
-    (RowsTile(8, 2, 4, 2), DownTile(1, 4)),
+    (RowsTile(8, 2, 2, 4), DownTile(2, 2)),
+    (RowsTile(8, 2, 2, 4), DownTile(1, 4)),
+    (RowsTile(8, 4, 2, 2), DownTile(1, 4)),
+    (RowsTile(8, 4, 2, 2), DownTile(1, 4)),
 )
 DIRECT_TOKENS = len(DIRECT)
 DIRECT_TOP_K = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By the most pairs an expert, on average, that a tile is for.
-GROUP_TILES = ((8.0, RowsTile(8, 8, 1, 2)), (48.0, RowsTile(16, 16, 1, 4)))
+GROUP_TILES = ((8.0, RowsTile(8, 8, 1, 2)), (48.0, RowsTile(16, 12, 1, 2)))
 
 
 @cache
@@ -59,12 +59,9 @@ def source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
-def rows_options(tile: RowsTile, in_bytes: bool) -> tuple[str, ...]:
+def rows_options(tile: RowsTile) -> tuple[str, ...]:
     """What the source's macros stand for in the kernel for a tile."""
-    return (
-        f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}", f"-DDEPTH={tile.depth}",
-        *(("-DIN_BYTES",) if in_bytes else ()),
-    )  # fmt: skip
+    return (f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}", f"-DDEPTH={tile.depth}")
 
 
 def down_options(tile: DownTile, top_k: int) -> tuple[str, ...]:
@@ -72,8 +69,8 @@ def down_options(tile: DownTile, top_k: int) -> tuple[str, ...]:
 
 
 @cache
-def _rows_function(tile: RowsTile, in_bytes: bool) -> CudaFunction:
-    return CudaModule(source(), rows_options(tile, in_bytes)).function("rows_kernel", "PlPPPPPPPPffiiiiii")
+def _rows_function(tile: RowsTile) -> CudaFunction:
+    return CudaModule(source(), rows_options(tile)).function("rows_kernel", "PlPPPPPPPPffiiiiii")
 
 
 @cache
@@ -171,27 +168,28 @@ def group_tile(per_expert: float) -> RowsTile:
 
 def linear(
     x: Tensor,
-    codes: Tensor,
+    words: Tensor,
     scales: Tensor,
+    num_rows: int,
     alpha: float,
     relu_squared: bool,
     out_scale: float | None,
     tile: RowsTile,
 ) -> Tensor:
-    """x (T, in) bfloat16 times one weight in the order of `nvfp4`: (T, out) bfloat16, or e4m3 with out_scale.
+    """x (T, in) bfloat16 times one weight of `nvfp4.packed`: (T, num_rows) bfloat16, or e4m3 with out_scale.
 
     alpha: multiplies the accumulator, `nvfp4.REMAINDER` included.
     """
     num_tokens, columns = x.shape
-    num_rows, row_bytes = codes.shape
+    row_bytes = 4 * words.shape[1]
     dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     flags = _RELU_SQUARED * relu_squared | _QUANTISED * (out_scale is not None)
-    _rows_function(tile, True).launch(
+    _rows_function(tile).launch(
         (triton.cdiv(num_rows, 16 * tile.rows), triton.cdiv(num_tokens, tile.tokens), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
-            x, x.stride(0), codes, scales, None, None, None, None, None, out, alpha, out_scale or 1.0, num_tokens, 1,
+            x, x.stride(0), words, scales, None, None, None, None, None, out, alpha, out_scale or 1.0, num_tokens, 1,
             num_rows, columns, row_bytes, flags,
         ),
         shared_bytes=rows_shared_bytes(tile, row_bytes),
@@ -214,7 +212,7 @@ def project(
     tile: RowsTile,
     starts_early: bool = True,
 ) -> None:
-    """One projection of all pairs, into `out` (pairs, rows) bfloat16. Weights in the order of `nvfp4_words`.
+    """One projection of all pairs, into `out` (pairs, rows) bfloat16. Weights in the order of `nvfp4`.
 
     Without pair_weights: up, with its squared ReLU; with them: down, weighted. Row p // pairs_per_x of x belongs to
     pair p. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without sorted_pairs
@@ -223,7 +221,7 @@ def project(
     """
     _, num_rows, words = codes.shape
     row_bytes = 4 * words
-    _rows_function(tile, False).launch(
+    _rows_function(tile).launch(
         (triton.cdiv(num_rows, 16 * tile.rows), experts.numel(), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (

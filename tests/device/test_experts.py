@@ -17,7 +17,7 @@ from torch import Tensor
 from hemiola.formats.weight import ExpertBank, Scheme, Weight
 from hemiola.kernels import experts as kernels
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
-from hemiola.kernels.nvfp4_words import REMAINDER, pack_words, words_per_row
+from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.ops.device import moe_experts as device
 from hemiola.ops.resident import ResidentWeights
 from tests.support.weights import E2M1, SCHEMES

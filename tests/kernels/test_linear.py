@@ -14,14 +14,15 @@ from tests.support.numerics import assert_ledger, bf16, generator, randn
 from tests.support.weights import SCHEMES, product, random_weight
 
 SMALL = DotTile(32, 16, 64, 2, 4)
-SPLIT = SMALL._replace(programs=12)
+WHOLE = SMALL._replace(columns=128)  # NVFP4's come in tiles of 128
+SPLIT = WHOLE._replace(programs=9)
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes a program at a time; and the tables' ends come into reach."""
-    monkeypatch.setattr(linear_nvfp4, "TILES", ((4, SPLIT), (1 << 31, SMALL)))
-    monkeypatch.setattr(linear_nvfp4, "INVARIANT", SMALL)
+    monkeypatch.setattr(linear_nvfp4, "TILES", ((4, SPLIT), (1 << 31, WHOLE)))
+    monkeypatch.setattr(linear_nvfp4, "INVARIANT", WHOLE)
     monkeypatch.setattr(linear_fp8, "INVARIANT", SMALL)
     monkeypatch.setattr(linear_fp8, "FALLBACK", SMALL)
     monkeypatch.setattr(linear_bf16, "INVARIANT", SMALL)
@@ -101,14 +102,14 @@ def test_invariant_rows_do_not_depend_on_their_neighbours(scheme: Scheme) -> Non
 def test_splits_add_up_in_their_order_and_leave_the_tickets_as_they_were() -> None:
     x, weight = inputs(Scheme.NVFP4, 3, 70, 320, seed=4)
     assert weight.block_scale is not None
-    packed, scales = nvfp4.pack_codes(weight.data), nvfp4.pack_scales(weight.block_scale)
+    packed = nvfp4.packed(weight.data, weight.block_scale)
     grid, partial, _ = split_k.split(SPLIT, 70, 3, 320, x.device)
-    assert grid == (3, 1, 4)
+    assert grid == (3, 1, 3)
     assert partial is not None
-    assert partial.numel() == 3 * 4 * 32 * 16
+    assert partial.numel() == 3 * 3 * 32 * 16
     assert weight.scale is not None
     for _ in range(2):
-        result = linear_nvfp4.dot(x, packed, scales, weight.scale, False, None, SPLIT)
+        result = linear_nvfp4.dot(x, *packed, 70, weight.scale, False, None, SPLIT)
         assert_ledger(result, product(x.double(), weight), {})
     assert torch.count_nonzero(split_k._tickets(x.device)) == 0
 
@@ -132,8 +133,8 @@ def test_a_decoded_weight_is_exact() -> None:
     """The identity times the weight, whose values are exact in bfloat16 without their tensor's scale."""
     _, weight = inputs(Scheme.NVFP4, 1, 19, 112, seed=6)
     assert weight.block_scale is not None
-    packed, scales = nvfp4.pack_codes(weight.data), nvfp4.pack_scales(weight.block_scale)
-    product = linear_nvfp4.linear_nvfp4(torch.eye(112, dtype=torch.bfloat16), packed, scales, 1.0)
+    packed = nvfp4.packed(weight.data, weight.block_scale)
+    product = linear_nvfp4.linear_nvfp4(torch.eye(112, dtype=torch.bfloat16), *packed, 19, 1.0)
     assert torch.equal(product.float().T, weight.codes())
 
 

@@ -1,4 +1,4 @@
-"""The packed order of NVFP4 weights: what kernels decode is what is on disk, code by code and scale by scale."""
+"""Words of NVFP4 codes: what kernels decode is what is on disk, code by code and scale by scale."""
 
 from __future__ import annotations
 
@@ -15,85 +15,68 @@ from hemiola.kernels import nvfp4
 from tests.support.numerics import generator
 from tests.support.weights import random_weight, unscaled
 
+ROWS = 16
+
 
 @triton.jit
-def decode_all(packed, scales, lo_ptr, hi_ptr, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    rows = tl.arange(0, ROWS)[:, None]
-    tile = rows * BYTES + tl.arange(0, BYTES)[None, :]
-    words = tl.load(scales + rows * (BYTES // 16) + tl.arange(0, BYTES // 16)[None, :])
-    lo_scale, hi_scale = nvfp4.block_scales(words)
-    lo_scale = nvfp4.per_byte(lo_scale, ROWS, BYTES // 16)
-    hi_scale = nvfp4.per_byte(hi_scale, ROWS, BYTES // 16)
-    lo, hi = nvfp4.decode(tl.load(packed + tile), lo_scale, hi_scale, False)
-    tl.store(lo_ptr + tile, lo)
-    tl.store(hi_ptr + tile, hi)
+def decode_all(
+    words, scales, tiles_ptr, floats_ptr, ROWS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    row = tl.arange(0, ROWS)[:, None]
+    word_at, group = tl.arange(0, WORDS)[None, :], tl.arange(0, WORDS // 8)[None, :]
+    offset = row * WORDS + word_at
+    word = tl.load(words + nvfp4.word_row(row, SIZE) + nvfp4.word_column(word_at), mask=word_at < SIZE)
+    scales += nvfp4.scale_row(row, SIZE) + nvfp4.scale_column(group)
+    scale = tl.load(scales, mask=group < SIZE // 8)
+    tiles = nvfp4.decode_words(word, nvfp4.per_word(scale, ROWS, WORDS // 8), False)
+    for j in tl.static_range(8):
+        tl.store(tiles_ptr + j * ROWS * WORDS + offset, tiles[j])
+        code = nvfp4.code_bits(word, j).to(tl.float32, bitcast=True) * 18446744073709551616.0
+        factor = nvfp4.scale_bits(scale, j // 2).to(tl.float32, bitcast=True) / 18446744073709551616.0
+        tl.store(floats_ptr + j * ROWS * WORDS + offset, code * nvfp4.per_word(factor, ROWS, WORDS // 8))
 
 
-def decoded(packed: Tensor, scales: Tensor) -> Tensor:
-    """(rows, padded columns) float64, columns in their order, as a kernel sees them; with the remainder."""
-    rows, num_bytes = packed.shape
-    lo, hi = (torch.full((rows, num_bytes), torch.nan, dtype=torch.bfloat16) for _ in range(2))
-    decode_all[(1,)](packed, scales, lo, hi, ROWS=rows, BYTES=num_bytes)
-    groups = torch.stack((lo.view(rows, -1, 32), hi.view(rows, -1, 32)), dim=2)
-    return groups.reshape(rows, 2 * num_bytes).double() * nvfp4.REMAINDER
+def in_order(tiles: Tensor) -> Tensor:
+    """(8, rows, words) to (rows, columns): tile j holds columns 8 j + w of each group."""
+    _, rows, words = tiles.shape
+    return tiles.view(8, rows, words // 8, 8).permute(1, 2, 0, 3).reshape(rows, words * 8)
 
 
-def weight_of(in_size: int, seed: int) -> Weight:
-    """Every e4m3 code but NaN among the scales, negative and subnormal ones, too."""
-    g = generator(seed)
-    weight = random_weight(g, "w", Scheme.NVFP4, 16, in_size)
-    codes = torch.randint(0, 0x7F, (16, in_size // 16), generator=g)
+def decoded(weight: Weight) -> tuple[Tensor, Tensor]:
+    """(rows, padded columns) float64 twice: by the tiles for products, and by the numbers for sums."""
+    assert weight.block_scale is not None, "NVFP4 has block scales"
+    size = nvfp4.words_per_row(weight.shape[1])
+    words, scales = (torch.full((ROWS, n), 0x55555555, dtype=torch.int32) for n in (size, size // 8))
+    nvfp4.pack_words(weight.data, weight.block_scale, words, scales)
+    width = triton.next_power_of_2(size)
+    tiles = torch.full((8, ROWS, width), torch.nan, dtype=torch.bfloat16)
+    floats = torch.full((8, ROWS, width), torch.nan)
+    decode_all[(1,)](words, scales, tiles, floats, ROWS=ROWS, WORDS=width, SIZE=size)
+    first, second = (in_order(t)[:, : size * 8].double() * nvfp4.REMAINDER for t in (tiles, floats))
+    return first, second
+
+
+def weight_of(in_size: int) -> Weight:
+    """Every e4m3 code but NaN among the scales, negative, subnormal and zero ones, too."""
+    g = generator(in_size)
+    weight = random_weight(g, "w", Scheme.NVFP4, ROWS, in_size)
+    codes = torch.arange(ROWS * in_size // 16).view(ROWS, -1) * 37 % 127
     codes += 0x80 * torch.randint(0, 2, codes.shape, generator=g)
     return dataclasses.replace(weight, block_scale=codes.to(torch.uint8).view(torch.float8_e4m3fn))
 
 
-def unpadded(result: Tensor, in_size: int) -> Tensor:
-    assert torch.count_nonzero(result[:, in_size:]) == 0
-    return result[:, :in_size]
-
-
-@pytest.mark.parametrize("in_size", [48, 64, 80, 112, 128, 240, 256])
+@pytest.mark.parametrize("in_size", [16, 48, 64, 80, 240, 512])
 def test_decoding_gives_back_what_was_packed(in_size: int) -> None:
-    weight = weight_of(in_size, seed=in_size)
-    assert weight.block_scale is not None
-    packed, scales = nvfp4.pack_codes(weight.data), nvfp4.pack_scales(weight.block_scale)
-    columns = nvfp4.padded_columns(in_size)
-    assert columns % 64 == 0
-    assert columns - in_size < 64
-    assert (packed.shape, scales.shape) == ((16, columns // 2), (16, columns // 32))
-    if columns.bit_count() == 1:  # a kernel's tile is a power of two
-        assert torch.equal(unpadded(decoded(packed, scales), in_size), unscaled(weight))
-    for group in range(0, columns, 64):
-        part = decoded(packed[:, group // 2 :][:, :32].contiguous(), scales[:, group // 32 :][:, :2].contiguous())
-        expected = unscaled(weight)[:, group : group + 64]
-        assert torch.equal(unpadded(part, expected.shape[1]), expected)
+    weight = weight_of(in_size)
+    for result in decoded(weight):
+        assert torch.equal(result[:, :in_size], unscaled(weight))
+        assert torch.count_nonzero(result[:, in_size:]) == 0
 
 
-def test_each_code_and_each_scale() -> None:
-    """All 16 codes with all 254 scales that are numbers."""
-    codes = torch.arange(16, dtype=torch.uint8)
-    data = (codes[0::2] | codes[1::2] << 4).repeat(16, 16)
-    numbers = [code for code in range(256) if code & 0x7F != 0x7F]
-    scales = torch.tensor([*numbers, 0, 0], dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
-    weight = Weight("w", (16, 256), Scheme.NVFP4, data, scales, 1.0)
-    assert torch.equal(decoded(nvfp4.pack_codes(data), nvfp4.pack_scales(scales)), unscaled(weight))
-
-
-def test_a_bank_is_packed_like_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the pieces in which it is packed."""
-    experts = [weight_of(80, seed) for seed in range(3)]
-    scales = [expert.block_scale for expert in experts if expert.block_scale is not None]
-    one_by_one = torch.stack([nvfp4.pack_codes(expert.data) for expert in experts])
-    monkeypatch.setattr(nvfp4, "_CHUNK_BYTES", 700)
-    assert torch.equal(nvfp4.pack_codes(torch.stack([expert.data for expert in experts])), one_by_one)
-    assert torch.equal(nvfp4.pack_scales(torch.stack(scales)), torch.stack([nvfp4.pack_scales(s) for s in scales]))
-
-
-def test_order_of_a_group() -> None:
-    """The layout that the module's text states, nibble by nibble."""
-    for column in range(64):
-        data = torch.zeros(1, 32, dtype=torch.uint8)
-        data[0, column // 2] = 0xF << 4 * (column % 2)
-        expected = torch.zeros(1, 32, dtype=torch.uint8)
-        expected[0, column % 32] = 0xF0 if column < 32 else 0x0F
-        assert torch.equal(nvfp4.pack_codes(data), expected)
+def test_a_scale_that_is_not_a_number_stays_one() -> None:
+    weight = weight_of(64)
+    assert weight.block_scale is not None, "NVFP4 has block scales"
+    weight.block_scale.view(torch.uint8)[3, 1] = 0x7F
+    for result in decoded(weight):
+        assert result[3, 16:32].isnan().all()
+        assert result.isnan().sum() == 16

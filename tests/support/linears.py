@@ -43,5 +43,5 @@ def launch(
         return linear_fp8(x, fp8_form(weight, x.device), relu_squared, out_scale, invariant)
     assert weight.block_scale is not None
     assert weight.scale is not None
-    packed, scales = nvfp4.pack_codes(weight.data.to(x.device)), nvfp4.pack_scales(weight.block_scale.to(x.device))
-    return linear_nvfp4(x, packed, scales, weight.scale, relu_squared, out_scale, invariant)
+    packed = nvfp4.packed(weight.data.to(x.device), weight.block_scale.to(x.device))
+    return linear_nvfp4(x, *packed, len(weight.data), weight.scale, relu_squared, out_scale, invariant)

@@ -16,9 +16,9 @@ from hemiola.ops.table import register
 
 
 class Packed(NamedTuple):
-    """Codes and block scales in the order of `kernels.nvfp4`."""
+    """Words of codes and of block scales, as of `kernels.nvfp4.pack_words`; rows are padded to whole tiles."""
 
-    codes: Tensor
+    words: Tensor
     scales: Tensor
 
 
@@ -48,14 +48,13 @@ def run(
     invariant: bool,
 ) -> Tensor:
     assert weight.scale is not None, f"{weight.name} has no global scale"
-    codes, scales = prepare(weight, resident)
-    return linear_nvfp4(x, codes, scales, weight.scale, relu_squared, out_scale, invariant)
+    words, scales = prepare(weight, resident)
+    return linear_nvfp4(x, words, scales, weight.shape[0], weight.scale, relu_squared, out_scale, invariant)
 
 
 def _build(weight: Weight, resident: ResidentWeights) -> Packed:
     assert weight.block_scale is not None, f"{weight.name} has no block scales"
-    codes = nvfp4.pack_codes(resident.upload(weight.data))
-    return Packed(codes, nvfp4.pack_scales(resident.upload(weight.block_scale)))
+    return Packed(*nvfp4.packed(resident.upload(weight.data), resident.upload(weight.block_scale)))
 
 
 register(

@@ -13,7 +13,7 @@ from hemiola.formats.weight import ExpertBank, Scheme
 from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import ExpertWeights, experts
 from hemiola.kernels.launch import capability
-from hemiola.kernels.nvfp4_words import REMAINDER, pack_words, words_per_row
+from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.ops.resident import ResidentWeights
 from hemiola.ops.table import register
 from hemiola.tap import Tap

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from hemiola.kernels.experts import ExpertWeights, experts
-from hemiola.kernels.nvfp4_words import words_per_row
+from hemiola.kernels.nvfp4 import words_per_row
 
 LIGHTNING = (128, 6, 2688, 1856)  # experts, top_k, in, inter
 SUPER = (512, 22, 1024, 2688)

@@ -9,7 +9,8 @@ import torch
 
 from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import ExpertWeights
-from hemiola.kernels.linear_nvfp4 import MMA_TILE, MMA_TILE_OF_MANY_ROWS
+from hemiola.kernels.linear_nvfp4 import MMA_TILES
+from hemiola.kernels.nvfp4 import words_per_row
 from hemiola.kernels.nvfp4_mma import DIRECT, GROUP_TILES, RowsTile
 
 
@@ -18,13 +19,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def linear(tokens: int, rows: int, columns: int, tile: RowsTile) -> object:
-    codes = empty(rows, columns // 2, dtype=torch.uint8)
-    scales = empty(rows, columns // 32, dtype=torch.int32)
-    return nvfp4_mma.linear(empty(tokens, columns), codes, scales, 0.1, True, None, tile)
+    size = words_per_row(columns)
+    words, scales = (empty(rows, n, dtype=torch.int32) for n in (size, size // 8))
+    return nvfp4_mma.linear(empty(tokens, columns), words, scales, rows, 0.1, True, None, tile)
 
 
 def bank(experts: int, rows: int, columns: int) -> ExpertWeights:
-    words = -(-columns // 64) * 8
+    words = words_per_row(columns)
     codes = empty(experts, rows, words, dtype=torch.int32)
     return ExpertWeights(
         codes, empty(experts, rows, words // 8, dtype=torch.int32), empty(experts, dtype=torch.float32), None
@@ -39,8 +40,9 @@ def experts(tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) 
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
-    yield "shared-up", partial(linear, 8, 3712, 2688, MMA_TILE)
-    yield "lm-head", partial(linear, 1, 131072, 2688, MMA_TILE_OF_MANY_ROWS)
+    for tokens, few_rows, many_rows in MMA_TILES:
+        yield f"shared-up-{tokens}", partial(linear, tokens, 3712, 2688, few_rows)
+        yield f"lm-head-{tokens}", partial(linear, tokens, 131072, 2688, many_rows)
     for tokens in range(1, len(DIRECT) + 1):
         yield f"experts-{tokens}", partial(experts, tokens, 6, 128, 2688, 1856)
     for most, _ in GROUP_TILES:

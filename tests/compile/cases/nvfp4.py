@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from hemiola.kernels.nvfp4_words import pack_words, words_per_row
+from hemiola.kernels.nvfp4 import pack_words, words_per_row
 
 
 def pack(rows: int, columns: int) -> None:
