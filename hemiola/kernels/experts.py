@@ -396,7 +396,8 @@ ALIGN_CHUNK = 2048  # pairs at a time
 GROUP_TILES = {
     NVFP4: (
         (0, GroupTiles(64, 16, 16, 4, 4)),
-        (48, GroupTiles(128, 64, 16, 8, 3)),
+        (16, GroupTiles(128, 32, 16, 4, 3)),
+        (72, GroupTiles(256, 64, 16, 8, 3)),
     ),
     FP8: (
         (0, GroupTiles(128, 16, 128, 8, 4)),

@@ -50,7 +50,7 @@ TILES = (
     (64, DotTile(64, 64, 128, 4, 4, 264)),
     (128, DotTile(128, 64, 128, 4, 8, 264)),
     (512, DotTile(128, 128, 128, 3, 8, 132)),
-    (1 << 31, DotTile(128, 128, 128, 3, 8)),
+    (1 << 31, DotTile(256, 128, 128, 3, 8)),
 )
 SMALL_SHARED = 128 << 10  # a GPU with less has room for two stages only
 INVARIANT = DotTile(64, 64, 128, 4, 4)

@@ -51,7 +51,7 @@ DIRECT = (
 DIRECT_TOKENS = len(DIRECT)
 DIRECT_TOP_K = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By the most pairs an expert, on average, that a tile is for.
-GROUP_TILES = ((8.0, RowsTile(8, 8, 1, 2)), (48.0, RowsTile(16, 12, 1, 2)))
+GROUP_TILES = ((8.0, RowsTile(8, 8, 1, 2)), (18.0, RowsTile(16, 12, 1, 2)))
 
 
 @cache
@@ -150,10 +150,7 @@ def experts(
         return down(hidden, down_.codes, down_.block_scales, down_.scale, ids, weights, shared, routed_scale, down_tile)
     tile = group_tile(num_tokens * top_k / len(up.codes))
     pairs, tile_experts, num_tiles = align(ids, len(up.codes), tile.tokens)
-    project(
-        x, top_k, up.codes, up.block_scales, up.scale, tile_experts, pairs, num_tiles, hidden, None, tile,
-        starts_early=False,
-    )  # fmt: skip
+    project(x, top_k, up.codes, up.block_scales, up.scale, tile_experts, pairs, num_tiles, hidden, None, tile)
     parts = torch.empty(ids.numel(), down_.codes.shape[1], dtype=x.dtype, device=x.device)
     project(
         hidden, 1, down_.codes, down_.block_scales, down_.scale, tile_experts, pairs, num_tiles, parts, weights, tile
@@ -210,14 +207,12 @@ def project(
     out: Tensor,
     pair_weights: Tensor | None,
     tile: RowsTile,
-    starts_early: bool = True,
 ) -> None:
     """One projection of all pairs, into `out` (pairs, rows) bfloat16. Weights in the order of `nvfp4`.
 
     Without pair_weights: up, with its squared ReLU; with them: down, weighted. Row p // pairs_per_x of x belongs to
     pair p. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without sorted_pairs
-    each pair is alone, and experts are its own. starts_early: by programmatic dependent launch; a kernel that starts
-    beside another one keeps that one's split of L1 cache and shared memory, which can cost it a third of its speed.
+    each pair is alone, and experts are its own.
     """
     _, num_rows, words = codes.shape
     row_bytes = 4 * words
@@ -230,7 +225,7 @@ def project(
             _RELU_SQUARED if pair_weights is None else _WEIGHTED,
         ),
         shared_bytes=rows_shared_bytes(tile, row_bytes),
-        pdl=uses_pdl() and starts_early,
+        pdl=uses_pdl(),
     )  # fmt: skip
 
 
