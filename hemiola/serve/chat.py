@@ -20,7 +20,7 @@ from hemiola.serve.loop import Update
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import ChatRequest
 from hemiola.serve.service import Service
-from hemiola.serve.tokens import chat_logprobs, prompt_logprobs
+from hemiola.serve.tokens import chat_logprobs, prompt_logprobs, token_name
 from hemiola.serve.turn import Turn, Wish
 from hemiola.text.chat_output import ChatDelta
 
@@ -120,7 +120,9 @@ class _Answering:
         return choice | _doubt(answer) | ({"token_ids": answer.ids} if self.body.return_token_ids else {})
 
     def chat_logprobs(self, ids: list[int], logprobs: Any) -> list[Any]:
-        return chat_logprobs(self.turn.tokenizer, ids, logprobs, self.body.top_logprobs or 0)
+        tokenizer = self.turn.tokenizer
+        name = token_name(tokenizer, self.body.return_tokens_as_token_ids)
+        return chat_logprobs(tokenizer, name, ids, logprobs, self.body.top_logprobs or 0)
 
     def usage(self) -> dict[str, Any]:
         return usage(self.generation, self.turn.num_reasoning_tokens)

@@ -26,7 +26,8 @@ from hemiola.serve.parameters import STRUCTURED_NAMES, sampling_params
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import CompletionRequest
 from hemiola.serve.service import Service
-from hemiola.serve.tokens import CompletionLogprobs, prompt_logprobs
+from hemiola.serve.tokens import CompletionLogprobs, prompt_logprobs, token_id_text, token_name
+from hemiola.text.detokenize import Detokenizer
 from hemiola.text.tokenizer import Tokenizer
 
 
@@ -175,7 +176,7 @@ class _Answering:
         if self.body.return_token_ids:
             shown["token_ids"] = piece.ids
         known, wanted = self.prompt_logprobs.get(choice.prompt), self.body.prompt_logprobs
-        if finish is not None and known is not None and wanted is not None and self.tokenizer is not None:
+        if finish is not None and known is not None and wanted is not None:
             shown["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, wanted)
         return shown
 
@@ -271,10 +272,14 @@ def _logprobs(
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None
+    by_id = body.return_tokens_as_token_ids
+    if service.tokenizer is None and by_id:
+        return CompletionLogprobs(token_id_text, body.logprobs, None)
     tokenizer = service.need_tokenizer()
     # Offsets count in the text that is shown: a prompt may have got special tokens that are not in its text.
     shows_special = echo is not None and tokenizer.decode(ids, skip_special_tokens=False) == echo
-    return CompletionLogprobs(tokenizer, body.logprobs, params.skip_special_tokens and not shows_special)
+    detokenizer = Detokenizer(tokenizer, params.skip_special_tokens and not shows_special)
+    return CompletionLogprobs(token_name(tokenizer, by_id), body.logprobs, detokenizer)
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
