@@ -104,7 +104,7 @@ def capture_from_server(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Golden:
     """Greedy tokens of /v1/completions, one prompt at a time, past the end of text; the server has to know vLLM's
-    `return_tokens_as_token_ids`, `ignore_eos` and `prompt_logprobs`.
+    `return_tokens_as_token_ids`, `ignore_eos` and `prompt_logprobs`, as hemiola's own does.
 
     identity: of the checkpoint that it serves, on the caller's word. prompts: token ids. progress: called with the
     prompts that are done.

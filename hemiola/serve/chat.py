@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hemiola.serve.answers import ChatAnswer
-from hemiola.serve.encoding import DONE, event
+from hemiola.serve.encoding import DONE, TextEvents, event
 from hemiola.serve.errors import ApiError
 from hemiola.serve.generation import Generation, Origin
 from hemiola.serve.loop import Update
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import ChatRequest
 from hemiola.serve.service import Service
-from hemiola.serve.tokens import chat_logprobs, prompt_logprobs
+from hemiola.serve.tokens import chat_logprobs, prompt_logprobs, token_name
 from hemiola.serve.turn import Turn, Wish
 from hemiola.text.chat_output import ChatDelta
 
@@ -88,43 +88,12 @@ class _Answering:
             **self.head,
             "object": "chat.completion",
             "choices": [self._choice(index, answer) for index, answer in enumerate(self.turn.answers)],
-            "usage": self._usage(),
+            "usage": self.usage(),
         }
-        return answer | self._extras()
+        return answer | self.extras()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options
-        with_usage = bool(options and options.include_usage)
-        continuous = bool(options and options.include_usage and options.continuous_usage_stats)
-
-        def chunk(choice: dict[str, Any]) -> bytes:
-            usage = {"usage": self._usage() if continuous else None} if with_usage else {}
-            return event({**self.head, "object": "chat.completion.chunk", "choices": [choice], **usage})
-
-        role = {"role": "assistant", "content": ""}
-        yield b"".join(chunk(_stream_choice(index, role)) for index in range(len(self.turn.answers)))
-        async for updates in self.generation:
-            yield b"".join(chunk(choice) for _, update in updates for choice in self._stream_choices(update))
-        last: dict[str, Any] = {"usage": self._usage()} if with_usage else {}
-        if last or self._extras():
-            yield event({**self.head, "object": "chat.completion.chunk", "choices": [], **last, **self._extras()})
-        yield DONE
-
-    def _stream_choices(self, update: Update) -> list[dict[str, Any]]:
-        """The chunks of one update. Log-probabilities and ids go with its first, the end's reason with its last."""
-        answer = self.turn.answers[update.index]
-        parts = [_delta(delta) for delta in answer.add(update)]
-        if not parts and (self.body.logprobs or self.body.return_token_ids or update.finish):
-            parts = [{}]
-        choices = [_stream_choice(update.index, part) for part in parts]
-        if choices and self.body.logprobs:
-            choices[0]["logprobs"] = {"content": self._chat_logprobs(update.token_ids, update.logprobs)}
-        if choices and self.body.return_token_ids:
-            choices[0]["token_ids"] = update.token_ids
-        if update.finish is not None:
-            choices[-1] |= {"finish_reason": answer.finish_reason, "stop_reason": update.finish.stop_reason}
-            choices[-1] |= _doubt(answer)
-        return choices
+    def tell(self) -> _Telling:
+        return _Telling(self)
 
     def _choice(self, index: int, answer: ChatAnswer) -> dict[str, Any]:
         assert answer.finish is not None, "the generation has ended"
@@ -144,19 +113,21 @@ class _Answering:
         choice = {
             "index": index,
             "message": message,
-            "logprobs": {"content": self._chat_logprobs(answer.ids, answer.logprobs)} if self.body.logprobs else None,
+            "logprobs": {"content": self.chat_logprobs(answer.ids, answer.logprobs)} if self.body.logprobs else None,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.finish.stop_reason,
         }
         return choice | _doubt(answer) | ({"token_ids": answer.ids} if self.body.return_token_ids else {})
 
-    def _chat_logprobs(self, ids: list[int], logprobs: Any) -> list[Any]:
-        return chat_logprobs(self.turn.tokenizer, ids, logprobs, self.body.top_logprobs or 0)
+    def chat_logprobs(self, ids: list[int], logprobs: Any) -> list[Any]:
+        tokenizer = self.turn.tokenizer
+        name = token_name(tokenizer, self.body.return_tokens_as_token_ids)
+        return chat_logprobs(tokenizer, name, ids, logprobs, self.body.top_logprobs or 0)
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         return usage(self.generation, self.turn.num_reasoning_tokens)
 
-    def _extras(self) -> dict[str, Any]:
+    def extras(self) -> dict[str, Any]:
         """Fields beyond OpenAI's that the request asked for."""
         extras: dict[str, Any] = {}
         if (known := self.turn.answers[0].prompt_logprobs) is not None and self.body.prompt_logprobs is not None:
@@ -166,6 +137,72 @@ class _Answering:
         if self.body.return_metrics:
             extras["metrics"] = self.generation.metrics()
         return extras
+
+
+class _Telling:
+    """The answer as chunks; what most updates bring is a text alone."""
+
+    def __init__(self, answering: _Answering) -> None:
+        self._answering, self._answers = answering, answering.turn.answers
+        self._body = body = answering.body
+        options = body.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._adds_to_texts = bool(self._continuous or body.logprobs or body.return_token_ids)
+        self._texts = TextEvents(self._text_chunk)
+
+    def begin(self) -> bytes:
+        role = {"role": "assistant", "content": ""}
+        return b"".join(event(self._chunk(_stream_choice(index, role))) for index in range(len(self._answers)))
+
+    def add(self, updates: Sequence[tuple[int, Update]]) -> bytes:
+        return b"".join(part for _, update in updates for part in self._events(update))
+
+    def end(self) -> bytes:
+        last: dict[str, Any] = {"usage": self._answering.usage()} if self._with_usage else {}
+        last |= self._answering.extras()
+        return (event({**self._head, "choices": [], **last}) if last else b"") + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return event(error.body) + DONE
+
+    def _events(self, update: Update) -> list[bytes]:
+        """Log-probabilities and ids go with an update's first chunk, the end's reason with its last."""
+        answer = self._answers[update.index]
+        deltas = answer.add(update)
+        if update.finish is None and not self._adds_to_texts:
+            return [self._event(update.index, delta) for delta in deltas]
+        choices = [_stream_choice(update.index, _delta(delta)) for delta in deltas]
+        if not choices and (self._body.logprobs or self._body.return_token_ids or update.finish):
+            choices = [_stream_choice(update.index, {})]
+        if choices and self._body.logprobs:
+            choices[0]["logprobs"] = {"content": self._answering.chat_logprobs(update.token_ids, update.logprobs)}
+        if choices and self._body.return_token_ids:
+            choices[0]["token_ids"] = update.token_ids
+        if update.finish is not None:
+            choices[-1] |= {"finish_reason": answer.finish_reason, "stop_reason": update.finish.stop_reason}
+            choices[-1] |= _doubt(answer)
+        return [event(self._chunk(choice)) for choice in choices]
+
+    def _event(self, index: int, delta: ChatDelta) -> bytes:
+        """Of a delta that nothing goes with."""
+        if delta.tool_call is not None:
+            return event(self._chunk(_stream_choice(index, _delta(delta))))
+        return self._texts.event((index, bool(delta.reasoning)), delta.reasoning or delta.content)
+
+    def _text_chunk(self, kind: tuple[int, bool], text: str) -> dict[str, Any]:
+        """kind: the choice, and whether it is reasoning."""
+        index, is_reasoning = kind
+        delta = ChatDelta(reasoning=text) if is_reasoning else ChatDelta(content=text)
+        return self._chunk(_stream_choice(index, _delta(delta)))
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": self._answering.usage() if self._continuous else None} if self._with_usage else {}
+        return {**self._head, "choices": [choice], **usage}
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {**self._answering.head, "object": "chat.completion.chunk"}
 
 
 def usage(generation: Generation, num_reasoning_tokens: int | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import TokenLogprobs
 from hemiola.errors import HemiolaError
 from hemiola.serve.chat import usage
-from hemiola.serve.encoding import DONE, event
+from hemiola.serve.encoding import DONE, TextEvents, event
 from hemiola.serve.errors import ApiError, of_engine, of_request
 from hemiola.serve.generation import Generation, Origin
 from hemiola.serve.loop import Finish, Update
@@ -26,7 +26,8 @@ from hemiola.serve.parameters import STRUCTURED_NAMES, sampling_params
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import CompletionRequest
 from hemiola.serve.service import Service
-from hemiola.serve.tokens import CompletionLogprobs, prompt_logprobs
+from hemiola.serve.tokens import CompletionLogprobs, prompt_logprobs, token_id_text, token_name
+from hemiola.text.detokenize import Detokenizer
 from hemiola.text.tokenizer import Tokenizer
 
 
@@ -53,6 +54,16 @@ class _Choice:
     ids: list[int] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
     finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is shown of a choice at once. logprobs: its parts, where they were asked for."""
+
+    index: int
+    text: str
+    ids: list[int]
+    logprobs: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,35 +112,25 @@ class _Answering:
     async def result(self) -> dict[str, Any]:
         async for updates in self.generation:
             for prompt, update in updates:
-                for ready in self._ready(prompt, update):
-                    self._add(prompt, ready)
+                self.add(prompt, update)
         choices = []
         for index, choice in enumerate(self.choices):
-            shown = self._shown(index, choice.text, choice.ids, choice.parts)
+            shown = self.shown(_Piece(index, choice.text, choice.ids, choice.parts))
             if self.body.return_token_ids:
                 shown["prompt_token_ids"] = self.generation.prompt_ids[choice.prompt]
             choices.append(shown)
-        return {**self.head, "choices": choices, "usage": self._usage(), **self._extras()}
+        return {**self.head, "choices": choices, "usage": self.usage(), **self.extras()}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options
-        with_usage = bool(options and options.include_usage)
-        continuous = with_usage and bool(options and options.continuous_usage_stats)
-        async for updates in self.generation:
-            events = []
-            for prompt, update in updates:
-                for ready in self._ready(prompt, update):
-                    if (choice := self._add(prompt, ready)) is not None:
-                        counts = {"usage": self._usage() if continuous else None} if with_usage else {}
-                        events.append(event({**self.head, "choices": [choice], **counts}))
-            yield b"".join(events)
-        last = {"usage": self._usage()} if with_usage else {}
-        if extras := last | self._extras():
-            yield event({**self.head, "choices": [], **extras})
-        yield DONE
+    def tell(self) -> _Telling:
+        return _Telling(self)
+
+    def add(self, prompt: int, update: Update) -> list[_Piece]:
+        """Take an update; what can be shown now. Raises: ApiError when the engine gave a choice up."""
+        pieces = [self._add(prompt, ready) for ready in self._ready(prompt, update)]
+        return [piece for piece in pieces if piece is not None]
 
     def _ready(self, prompt: int, update: Update) -> list[Update]:
-        """What can be shown now that this update is there."""
+        """The updates that can be shown now that this one is there."""
         needs_prompt = bool(self.body.echo) and self.body.logprobs is not None
         if update.prompt_logprobs is not None:
             self.prompt_logprobs[prompt] = update.prompt_logprobs
@@ -139,8 +140,7 @@ class _Answering:
             return []
         return [update]
 
-    def _add(self, prompt: int, update: Update) -> dict[str, Any] | None:
-        """Take an update; what to stream for it, if anything. Raises: ApiError when the engine gave this choice up."""
+    def _add(self, prompt: int, update: Update) -> _Piece | None:
         index = prompt * self.num_choices + update.index
         choice = self.choices[index]
         if update.finish is not None:
@@ -161,31 +161,70 @@ class _Answering:
         choice.parts += parts
         if not (text or parts or update.finish or (ids and self.body.return_token_ids)):
             return None
-        return self._shown(index, text, ids, parts)
+        return _Piece(index, text, ids, parts)
 
-    def _shown(self, index: int, text: str, ids: list[int], parts: list[dict[str, Any]]) -> dict[str, Any]:
-        choice = self.choices[index]
+    def shown(self, piece: _Piece) -> dict[str, Any]:
+        choice = self.choices[piece.index]
         finish = choice.finish
         shown: dict[str, Any] = {
-            "index": index,
-            "text": text,
-            "logprobs": _joined(parts) if choice.logprobs is not None else None,
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": _joined(piece.logprobs) if choice.logprobs is not None else None,
             "finish_reason": None if finish is None else "length" if self.echo_only else finish.reason,
             "stop_reason": None if finish is None or self.echo_only else finish.stop_reason,
         }
         if self.body.return_token_ids:
-            shown["token_ids"] = ids
+            shown["token_ids"] = piece.ids
         known, wanted = self.prompt_logprobs.get(choice.prompt), self.body.prompt_logprobs
-        if finish is not None and known is not None and wanted is not None and self.tokenizer is not None:
+        if finish is not None and known is not None and wanted is not None:
             shown["prompt_logprobs"] = prompt_logprobs(self.tokenizer, known, wanted)
         return shown
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         counts = usage(self.generation)
         return counts | ({"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]} if self.echo_only else {})
 
-    def _extras(self) -> dict[str, Any]:
+    def extras(self) -> dict[str, Any]:
         return {"metrics": self.generation.metrics()} if self.body.return_metrics else {}
+
+
+class _Telling:
+    """The answer as chunks; what most updates bring is a text alone."""
+
+    def __init__(self, answering: _Answering) -> None:
+        self._answering = answering
+        body, options = answering.body, answering.body.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._adds_to_texts = bool(self._continuous or body.logprobs is not None or body.return_token_ids)
+        self._texts = TextEvents(self._text_chunk)
+
+    def begin(self) -> bytes:
+        return b""
+
+    def add(self, updates: Sequence[tuple[int, Update]]) -> bytes:
+        add = self._answering.add
+        return b"".join(self._event(piece) for prompt, update in updates for piece in add(prompt, update))
+
+    def end(self) -> bytes:
+        last = {"usage": self._answering.usage()} if self._with_usage else {}
+        last |= self._answering.extras()
+        return (event({**self._answering.head, "choices": [], **last}) if last else b"") + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return event(error.body) + DONE
+
+    def _event(self, piece: _Piece) -> bytes:
+        if self._adds_to_texts or self._answering.choices[piece.index].finish is not None:
+            return event(self._chunk(piece))
+        return self._texts.event(piece.index, piece.text)
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(_Piece(index, text, [], []))
+
+    def _chunk(self, piece: _Piece) -> dict[str, Any]:
+        usage = {"usage": self._answering.usage() if self._continuous else None} if self._with_usage else {}
+        return {**self._answering.head, "choices": [self._answering.shown(piece)], **usage}
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[list[int]], list[str | None]]:
@@ -233,10 +272,14 @@ def _logprobs(
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None
+    by_id = body.return_tokens_as_token_ids
+    if service.tokenizer is None and by_id:
+        return CompletionLogprobs(token_id_text, body.logprobs, None)
     tokenizer = service.need_tokenizer()
     # Offsets count in the text that is shown: a prompt may have got special tokens that are not in its text.
     shows_special = echo is not None and tokenizer.decode(ids, skip_special_tokens=False) == echo
-    return CompletionLogprobs(tokenizer, body.logprobs, params.skip_special_tokens and not shows_special)
+    detokenizer = Detokenizer(tokenizer, params.skip_special_tokens and not shows_special)
+    return CompletionLogprobs(token_name(tokenizer, by_id), body.logprobs, detokenizer)
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +36,19 @@ class Origin:
         """A client's own x-request-id is kept where it is short and plain."""
         own = request.headers.get("x-request-id", "")
         is_plain = 0 < len(own) <= 64 and own.isascii() and own.isprintable()
-        return cls(own if is_plain else uuid.uuid4().hex, request.url.path, time.monotonic())
+        return cls(own if is_plain else uuid.uuid4().hex, request.scope["path"], time.monotonic())
 
     @property
     def headers(self) -> dict[str, str]:
         return {"x-request-id": self.request_id}
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Of one choice. last_s: time.monotonic() of its last token."""
+
+    num_tokens: int = 0
+    last_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +78,13 @@ class Generation:
         self._loop, self._metrics, self._origin, self._closed = loop, metrics, origin, closed
         self._jobs: list[Job] = []
         self._pending: list[tuple[int, Update]] = []
-        self._wake = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # of whoever iterates
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: HemiolaError | None = None
         self._num_open = 0
         self._is_closed = False
         self._texts: list[str] = []
-        self._last_s: dict[tuple[int, int], float] = {}  # by prompt and choice
-        self._num_tokens: Counter[tuple[int, int]] = Counter()
+        self._progress: defaultdict[tuple[int, int], _Progress] = defaultdict(_Progress)  # by prompt and choice
         self._first_s: float | None = None
         self.num_cached_tokens = 0
         self.finishes: list[Finish] = []
@@ -94,19 +101,19 @@ class Generation:
 
     def receive(self, job: Job, message: Update | HemiolaError | None) -> None:
         """From the event loop, in the order of the steps."""
-        if message is None or isinstance(message, HemiolaError):
+        if isinstance(message, Update):
+            self._observe(job, message)
+            self._pending.append((job.index, message))
+            self._num_open -= message.finish is not None
+        elif message is None:
             if not self._accepted.done():
-                if message is None:
-                    self._accepted.set_result(None)
-                else:
-                    self._accepted.set_exception(message)
-            elif message is not None:
-                self._error = message
-                self._wake.set()
-            return
-        self._observe(job, message)
-        self._pending.append((job.index, message))
-        self._wake.set()
+                self._accepted.set_result(None)
+        elif not self._accepted.done():
+            self._accepted.set_exception(message)
+        else:
+            self._error = message
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def __aiter__(self) -> Generation:
         return self
@@ -119,10 +126,9 @@ class Generation:
                 raise ApiError(503, str(self._error)) if is_ending else of_engine(str(self._error))
             if not self._num_open:
                 raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         pending, self._pending = self._pending, []
-        self._num_open -= sum(update.finish is not None for _, update in pending)
         return pending
 
     def close(self) -> None:
@@ -148,12 +154,13 @@ class Generation:
     @property
     def num_output_tokens(self) -> int:
         """Over all choices, ids that ended one included."""
-        return self._num_tokens.total()
+        return sum(progress.num_tokens for progress in self._progress.values())
 
     @property
     def timing(self) -> Timing:
         scheduled = [job.scheduled_s for job in self._jobs if job.scheduled_s is not None]
-        times = min(scheduled, default=None), self._first_s, max(self._last_s.values(), default=None)
+        lasts = [progress.last_s for progress in self._progress.values() if progress.last_s is not None]
+        times = min(scheduled, default=None), self._first_s, max(lasts, default=None)
         return Timing(*(None if time_s is None else time_s - self._origin.arrival_s for time_s in times))
 
     def metrics(self) -> dict[str, Any]:
@@ -199,24 +206,23 @@ class Generation:
         log.info("request", extra={"fields": fields})
 
     def _observe(self, job: Job, update: Update) -> None:
-        metrics = self._metrics
-        key = job.index, update.index
+        metrics, progress = self._metrics, self._progress[job.index, update.index]
         if self._log_text is not None:
             self._texts.append(update.text)
         if update.token_ids:
-            self._num_tokens[key] += len(update.token_ids)
-            if key in self._last_s:
-                metrics.inter_token.observe(update.time_s - self._last_s[key])
+            progress.num_tokens += len(update.token_ids)
+            if progress.last_s is not None:
+                metrics.inter_token.observe(update.time_s - progress.last_s)
             else:
                 metrics.first_token.observe(update.time_s - self._origin.arrival_s)
                 self._first_s = self._first_s or update.time_s
-            self._last_s[key] = update.time_s
+            progress.last_s = update.time_s
             metrics.generation_tokens.inc(len(update.token_ids))
         if (finish := update.finish) is not None:
             self.finishes.append(finish)
             if update.index == 0:
                 self.num_cached_tokens += finish.num_cached_tokens
-            metrics.observe_finish(job, finish, self._num_tokens[key], update.time_s, self._origin.arrival_s)
+            metrics.observe_finish(job, finish, progress.num_tokens, update.time_s, self._origin.arrival_s)
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from hemiola.serve.encoding import event
 from hemiola.serve.errors import ApiError
 from hemiola.serve.generation import Generation, Origin
+from hemiola.serve.loop import Update
 from hemiola.serve.responding import respond
 from hemiola.serve.schemas import (
     AssistantMessage,
@@ -100,48 +101,24 @@ class _Answering:
         return self.turn.generation
 
     async def result(self) -> dict[str, Any]:
-        async for _ in self._deltas():
-            pass
-        return self._response()
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        number = 0
-
-        def numbered(events: Sequence[Event]) -> bytes:
-            nonlocal number
-            data = b""
-            for entry in events:
-                data += event({**entry, "sequence_number": number}, entry["type"])
-                number += 1
-            return data
-
-        begun = self._response()
-        yield numbered([{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")])
-        try:
-            async for events in self._deltas():
-                yield numbered(events)
-        except ApiError as error:
-            failed = self._response() | {
-                "status": "failed",
-                "error": {"code": "server_error", "message": error.message},
-            }
-            yield numbered([{"type": "response.failed", "response": failed}])
-            return
-        whole = self._response()
-        yield numbered([{"type": f"response.{whole['status']}", "response": whole}])
-
-    async def _deltas(self) -> AsyncGenerator[list[Event], None]:
-        """The events of the output's items, step by step."""
-        answer = self.turn.answers[0]
         async for updates in self.generation:
-            events = [e for _, update in updates for delta in answer.add(update) for e in self.output.add(delta)]
-            if answer.finish is not None:
-                events += self.output.end(answer.finish_reason == "length")
-                if answer.doubtful_call is not None:
-                    self.output.doubt(answer.doubtful_call)
-            yield events
+            self.add(updates)
+        return self.response()
 
-    def _response(self) -> dict[str, Any]:
+    def tell(self) -> _Telling:
+        return _Telling(self)
+
+    def add(self, updates: Sequence[tuple[int, Update]]) -> list[Event]:
+        """The events of the output's items for what a step brought."""
+        answer = self.turn.answers[0]
+        events = [e for _, update in updates for delta in answer.add(update) for e in self.output.add(delta)]
+        if answer.finish is not None:
+            events += self.output.end(answer.finish_reason == "length")
+            if answer.doubtful_call is not None:
+                self.output.doubt(answer.doubtful_call)
+        return events
+
+    def response(self) -> dict[str, Any]:
         """The response as it stands."""
         answer, generation = self.turn.answers[0], self.generation
         response = {**self.head, "output": self.output.items, "status": "in_progress"}
@@ -161,6 +138,36 @@ class _Answering:
             },
         }
         return response | ({"metrics": generation.metrics()} if self.with_metrics else {})
+
+
+class _Telling:
+    """The response as numbered events."""
+
+    def __init__(self, answering: _Answering) -> None:
+        self._answering = answering
+        self._number = 0
+
+    def begin(self) -> bytes:
+        begun = self._answering.response()
+        return self._numbered([{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")])
+
+    def add(self, updates: Sequence[tuple[int, Update]]) -> bytes:
+        return self._numbered(self._answering.add(updates))
+
+    def end(self) -> bytes:
+        whole = self._answering.response()
+        return self._numbered([{"type": f"response.{whole['status']}", "response": whole}])
+
+    def fail(self, error: ApiError) -> bytes:
+        failed = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        return self._numbered([{"type": "response.failed", "response": self._answering.response() | failed}])
+
+    def _numbered(self, events: Sequence[Event]) -> bytes:
+        data = b""
+        for number, entry in enumerate(events, self._number):
+            data += event({**entry, "sequence_number": number}, entry["type"])
+        self._number += len(events)
+        return data
 
 
 @dataclass(slots=True)

@@ -187,7 +187,8 @@ class SamplingFields(Strict):
 
 class GenerationFields(SamplingFields):
     """model: may be left out. priority: lower runs first. return_metrics: add the timing of this request and the paths
-    that the engine took meanwhile. return_token_ids: add the ids."""
+    that the engine took meanwhile. return_token_ids: add the ids. return_tokens_as_token_ids: log-probabilities name
+    tokens by their ids."""
 
     model: str | None = None
     stream: bool | None = None
@@ -196,6 +197,7 @@ class GenerationFields(SamplingFields):
     priority: int | None = None
     return_metrics: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     best_of: Annotated[None, refused("every choice is returned; use n")] = None
 
 

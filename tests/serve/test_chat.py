@@ -202,6 +202,24 @@ def test_logprobs_belong_to_the_tokens(text_server: Live) -> None:
     assert ids == choice.token_ids
 
 
+def test_logprobs_name_tokens_by_id_where_asked(text_server: Live, text_tokenizer: Tokenizer) -> None:
+    create: Any = text_server.openai.chat.completions.create
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    options = {"model": "test", "messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    by_text = create(**options, extra_body=extra).choices[0]
+    by_id = create(**options, extra_body=extra | {"return_tokens_as_token_ids": True}).choices[0]
+    assert by_id.message == by_text.message
+    assert [e.token for e in by_id.logprobs.content] == [f"token_id:{i}" for i in by_text.token_ids]
+    for named, entry in zip(by_id.logprobs.content, by_text.logprobs.content, strict=True):
+        for ours, theirs in zip([named, *named.top_logprobs], [entry, *entry.top_logprobs], strict=True):
+            assert ours.token.startswith("token_id:")
+            assert bytes(ours.bytes) == text_tokenizer.token_bytes(int(ours.token.removeprefix("token_id:")))
+            assert (ours.bytes, ours.logprob) == (theirs.bytes, theirs.logprob)
+    chunks = create(**options, stream=True, extra_body=extra | {"return_tokens_as_token_ids": True})
+    streamed = [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content]
+    assert streamed == by_id.logprobs.content
+
+
 def test_choices_differ_by_seed_and_repeat(text_server: Live) -> None:
     create: Any = text_server.openai.chat.completions.create
     options = {"model": "test", "messages": HI, "max_tokens": 8, "n": 4, "temperature": 1.0, "seed": 5}

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from hemiola import LLM, SamplingParams
-from tests.serve.conftest import Live
+from hemiola.config.engine import EngineConfig
+from hemiola.front import Front
+from hemiola.loading import load
+from tests.serve.conftest import Live, serving
 from tests.serve.test_chat import HI
 from tests.support.tiny_tokenizer import byte_ids
 
@@ -76,6 +79,41 @@ def test_b29_echo_with_logprobs_is_the_same_every_time(text_server: Live, max_to
     assert "".join(part.text for part in parts) == choice["text"]
     for name in ("tokens", "token_logprobs", "text_offset"):
         assert [x for part in parts if part.logprobs for x in getattr(part.logprobs, name) or []] == first[name]
+
+
+def test_logprobs_name_tokens_by_id_where_asked(text_server: Live) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "echo": True, "logprobs": 2, **GREEDY}
+    by_text = text_server.post("/v1/completions", **body).json()["choices"][0]
+    body["return_tokens_as_token_ids"] = True
+    by_id = text_server.post("/v1/completions", **body).json()["choices"][0]
+    ids = by_id["prompt_token_ids"] + by_id["token_ids"]
+    assert by_id["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+    for token, value, top in zip(
+        ids, by_id["logprobs"]["token_logprobs"], by_id["logprobs"]["top_logprobs"], strict=True
+    ):
+        assert value is None or top[f"token_id:{token}"] == value
+    for name in ("token_logprobs", "text_offset"):
+        assert by_id["logprobs"][name] == by_text["logprobs"][name]
+    assert {**by_id, "logprobs": None} == {**by_text, "logprobs": None}
+    lines = text_server.post("/v1/completions", **body, stream=True).text.splitlines()
+    parts = [json.loads(line[6:])["choices"][0]["logprobs"] for line in lines if line.startswith("data: {")]
+    for name, values in by_id["logprobs"].items():
+        assert [value for part in parts for value in part[name]] == values
+
+
+def test_a_model_without_a_tokenizer_names_tokens_by_id(tiny_folder: Callable[..., Any]) -> None:
+    loaded = load(tiny_folder("M*-"), EngineConfig(max_num_seqs=2, max_model_len=64, cache_bytes=8 << 20))
+    assert loaded.tokenizer is None
+    body: dict[str, Any] = {"prompt": [5, 7, 11], "prompt_logprobs": 1, "logprobs": 2, **GREEDY}
+    with serving(Front(loaded.engine, None)) as live:
+        refused = live.post("/v1/completions", **body)
+        assert (refused.status_code, "no tokenizer" in refused.json()["error"]["message"]) == (400, True)
+        choice = live.post("/v1/completions", **body, return_tokens_as_token_ids=True).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0] * 6)
+    first, *entries = choice["prompt_logprobs"]
+    assert first is None
+    assert [entry[str(token)]["decoded_token"] for token, entry in zip([7, 11], entries, strict=True)] == [None] * 2
 
 
 def body_for_client(body: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
@@ -15,8 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
+from hemiola.config.serve import ServeConfig
+from hemiola.serve.server import Server
+from hemiola.serve.service import Service
+from hemiola.text.tokenizer import Tokenizer
 from tests.serve.conftest import Live
+from tests.support.scripted_model import scripted_front
 
 PLAIN = "/v1/completions"
 ENDLESS = {"do": [100] * 1990}
@@ -235,3 +242,17 @@ def test_the_log_holds_no_text_unless_asked(
     assert fields["first_token_s"] > 0
     assert ("bada lo mi" in str(fields)) == asked
     assert ("do re" in str(fields)) == asked
+
+
+def test_what_a_server_begins_with_is_no_garbage_to_look_for(
+    text_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets=None: frozen.append(gc.get_freeze_count()))
+    server = Server(Service(scripted_front({}, text_tokenizer), ServeConfig(port=0), "test"))
+    num_tracked = len(gc.get_objects())
+    try:
+        server.run()
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > num_tracked / 2
