@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hemiola.evidence import facts
 from hemiola.evidence.compare import MODES, Figures, Fork, Mode, is_wide, measure
 from hemiola.evidence.golden import EvidenceError, Golden, Noise
 from hemiola.evidence.identity import Identity, identify
 from hemiola.evidence.paths import Counts, check_paths, counted, describe_paths
 from hemiola.llm import LLM
-from hemiola.loading import kv_is_fp8
-
-_DTYPES = {"bfloat16": "bf16"}  # as EngineConfig calls them, where torch has another name
 
 
 class Verdict(enum.Enum):
@@ -169,9 +167,7 @@ def judge(figures: Figures, noise: Noise | None) -> Verdict:
 
 def numeric_mode(llm: LLM) -> tuple[str, str]:
     """Dtypes of activations and KV cache, by the names that goldens have."""
-    name = str(llm.loaded.engine.model.dtype).removeprefix("torch.")
-    dtype = _DTYPES.get(name, name)
-    return dtype, "fp8" if kv_is_fp8(llm.loaded.engine.config, llm.loaded.manifest) else dtype
+    return facts.numeric_mode(llm.loaded.engine, llm.loaded.manifest)
 
 
 def _fork_line(fork: Fork, noise: Noise | None) -> str:
