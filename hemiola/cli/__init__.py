@@ -21,6 +21,7 @@ from hemiola.cli.golden import golden
 from hemiola.cli.inspect import inspect
 from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
+from hemiola.cli.report import report
 from hemiola.cli.serve import serve
 from hemiola.cli.simulate import simulate
 from hemiola.cli.trace import trace
@@ -45,6 +46,7 @@ app.command()(simulate)
 app.command()(golden)
 app.command()(gate)
 app.command()(trace)
+app.command()(report)
 
 
 def _show_version(asked: bool) -> None:
