@@ -181,7 +181,8 @@ def cpu_name() -> str:
 
 def machine_facts(device: Mapping[str, Any]) -> dict[str, Any]:
     """What a record says of a machine. device: of `describe_device`."""
-    threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
+    number = device.get("threads")
+    threads = f", {number} thread{'s' if number > 1 else ''}" if number else ""
     return {"device": f"{device['name']}{threads}", "driver": device.get("driver"), "versions": versions()}
 
 

@@ -22,6 +22,7 @@ from hemiola.cli.inspect import inspect
 from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
 from hemiola.cli.report import report
+from hemiola.cli.selftest import selftest
 from hemiola.cli.serve import serve
 from hemiola.cli.simulate import simulate
 from hemiola.cli.trace import trace
@@ -47,6 +48,7 @@ app.command()(golden)
 app.command()(gate)
 app.command()(trace)
 app.command()(report)
+app.command()(selftest)
 
 
 def _show_version(asked: bool) -> None:

@@ -136,10 +136,12 @@ def judged(seen: Observation, folder: Path | None, against: Sequence[str]) -> di
     from hemiola.cli.recording import bench_claim
     from hemiola.evidence.comparison import compare
     from hemiola.evidence.gating import find_gates
-    from hemiola.evidence.records import FILE, append, read
+    from hemiola.evidence.records import FILE, Chain, append, read
 
     document = dict(seen.document)
-    chain = read(folder) if folder is not None and (folder / FILE).exists() else None
+    chain = None
+    if folder is not None:
+        chain = read(folder) if (folder / FILE).exists() else Chain(folder, ())
     others = [chain.find(prefix) for prefix in against] if chain is not None else []
     machine = machine_facts(document["conditions"]["device"])
     gating = find_gates(chain, source_facts(), document["model"], document["engine"], machine)
@@ -194,7 +196,10 @@ def show(document: dict[str, Any]) -> None:
     lines = [line for row in rows for line in _lines(row)]
     start = " + ".join(f"{name} {seconds:.2f}" for name, seconds in document["start_s"].items() if name != "together")
     lines.append(f"load: {start} = {document['start_s']['together']:.2f} s")
-    memory = document["memory"]
+    memory, weights_s = document["memory"], document["start_s"]["weights"]
+    if memory["weights_resident"]:
+        brought = memory["weights_resident"]
+        lines.append(f"weights: {brought / 1e9:.3f} GB / {weights_s:.2f} s = {brought / weights_s / 1e9:.2f} GB/s")
     sizes = ", ".join(f"{name} {memory[name] / 1e9:.3f}" for name in _SIZES if memory.get(name))
     for line in [*lines, f"memory, GB: {sizes}", _copied(document["copy"]), *document["compared"]]:
         console.print(line if line.startswith((*Mark, "declined")) else word + line, markup=False)

@@ -29,10 +29,10 @@ def gate_claim(llm: LLM, identity: Identity, result: GateResult) -> Claim:
     for mode in result.results:
         of, n = mode.figures, mode.figures.num_positions
         figures += [
-            Figure(f"{mode.mode}: tokens equal", of.num_matches, f"of {n}", n),
-            _finite(f"{mode.mode}: log-probability difference, mean", of.mean, "nats", n),
-            _finite(f"{mode.mode}: log-probability difference, 99th percentile", of.percentile_99, "nats", n),
-            Figure(f"{mode.mode}: widest margin of a fork", max(of.margins, default=0.0), "nats", n),
+            Figure(f"{mode.mode}: tokens equal", of.num_matches, f"of {n:,}"),
+            _finite(f"{mode.mode}: mean difference of log-probabilities", of.mean, "nats", n),
+            _finite(f"{mode.mode}: its 99th percentile", of.percentile_99, "nats", n),
+            Figure(f"{mode.mode}: widest fork", max(of.margins, default=0.0), "nats"),
         ]
     return Claim(
         kind="gate",
@@ -94,7 +94,7 @@ def _bench_figures(document: Mapping[str, Any], row: Mapping[str, Any]) -> list[
     figures = [
         _median("time per step", row["samples_ms"], "ms"),
         Figure("output rate", row["tokens_per_s"], "tokens/s", len(row["samples_ms"])),
-        _median("prefill: time to first token", row["samples_first_token_s"], "s"),
+        _median("time to first token", [1000 * seconds for seconds in row["samples_first_token_s"]], "ms"),
         load,
     ]
     if nvml["busy"] is None:
