@@ -154,13 +154,16 @@ def bench_cases() -> Iterator[Case]:
             return True, f"refused: {error.problem}"
         return False, "taken"
 
-    def counted(of_kernels: Callable[[list[tuple[float, float]]], tuple[float, float]]) -> tuple[bool, str]:
-        """Of kernels that overlap: 20 of 25 is right."""
-        window, running = of_kernels([(0.0, 10.0), (5.0, 15.0), (20.0, 25.0)])
-        return (window, running) != (25.0, 20.0), f"{running:g} of {window:g} busy"
+    def counted(count: Callable[[list[tuple[float, float]], tuple[float, float]], float]) -> tuple[bool, str]:
+        """Of a prefill before the window and three kernels in it that overlap: 20 of 30 is right."""
+        running = count([(-9.0, -1.0), (0.0, 10.0), (5.0, 15.0), (20.0, 25.0)], (0.0, 30.0))
+        return running != 20.0, f"{running:g} of 30 busy"
 
-    def added(spans: list[tuple[float, float]]) -> tuple[float, float]:
-        return spans[-1][1] - spans[0][0], sum(end - start for start, end in spans)
+    def added(spans: list[tuple[float, float]], window: tuple[float, float]) -> float:
+        return sum(end - start for start, end in spans if start >= window[0])
+
+    def unclipped(spans: list[tuple[float, float]], window: tuple[float, float]) -> float:
+        return covered(spans, (min(start for start, _ in spans), window[1]))
 
     yield Case("busy sampler", "nothing", False, lambda: sampled(decode))
     yield Case("busy sampler", "sampled over the load", True, lambda: sampled(Span("decode", 8.0, 13.0)))
@@ -169,6 +172,7 @@ def bench_cases() -> Iterator[Case]:
     yield Case("busy sampler", "the measured process dies in its load", True, _died)
     yield Case("kernel times", "nothing", False, lambda: counted(covered))
     yield Case("kernel times", "added up instead of merged", True, lambda: counted(added))
+    yield Case("kernel times", "those of the prefill counted", True, lambda: counted(unclipped))
     yield Case("decode window", "nothing", False, lambda: divided(decode))
     yield Case("decode window", "empty", True, lambda: divided(Span("decode", 11.0, 11.0)))
     yield Case("decode window", "negative", True, lambda: divided(Span("decode", 11.0, 9.0)))
@@ -229,7 +233,7 @@ def record_cases(folder: Path) -> Iterator[Case]:
 def _died() -> tuple[bool, str]:
     program = (
         "import json, sys, time\n"
-        "print(json.dumps({'event': 'begin', 'phase': 'load', 'at_s': time.monotonic()}), flush=True)\n"
+        "sys.stdout.write(json.dumps({'event': 'begin', 'phase': 'load', 'at_s': time.monotonic()}) + chr(10))\n"
         "sys.exit(3)\n"
     )
     try:

@@ -1,10 +1,10 @@
 """Records: claims as lines of JSON in a folder of the user's choosing, each tied to the one before it by a hash.
 
 The folder has one file, FILE, to which lines are added and in which none is changed. A line is an object with sorted
-keys: `format`, `number` (from 1), `date`, `previous_sha256` (of the line before, as its bytes are, without the line
-break; 64 zeros in the first line), the fields of Claim, and `sha256` of the line without this key. So a line that was
-changed, removed, moved or put in between is found. Lines that are missing at the end are not: whoever wants that noted
-writes down `Chain.head` elsewhere.
+keys: `format`, `date`, `previous_sha256` (of the line before, as its bytes are, without the line break; 64 zeros in the
+first line), the fields of Claim, and `sha256` of the line without this key. So a line that was changed, removed, moved
+or put in between is found. Lines that are missing at the end are not, nor is a file that was written anew as a whole:
+whoever wants to tell writes down `Chain.head` elsewhere.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A line that was read or written. sha256: of the whole line, which the next one repeats."""
+    """A line that was read or written, the first being number 1. sha256: of the whole line, as the next one has it."""
 
     number: int
     date: str
@@ -171,7 +171,6 @@ def append(folder: Path, claim: Claim) -> Record:
         body = {
             **_fields(claim),
             "format": FORMAT,
-            "number": len(chain.records) + 1,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "previous_sha256": chain.head,
         }
@@ -180,7 +179,7 @@ def append(folder: Path, claim: Claim) -> Record:
         except (TypeError, ValueError) as error:
             raise EvidenceError("a claim that JSON cannot hold", found=error, where=claim.kind) from error
         file.write(line + b"\n")
-    return _record(json.loads(line), line)
+    return _record(json.loads(line), line, len(chain.records) + 1)
 
 
 def read(folder: Path) -> Chain:
@@ -201,7 +200,7 @@ def _read(folder: Path, data: bytes) -> Chain:
         problem = ""
         try:
             document = json.loads(line)
-            records.append(_record(document, line))
+            records.append(_record(document, line, number))
         except (ValueError, KeyError, TypeError, EvidenceError) as error:
             problem = f"it is no record ({type(error).__name__}: {error})"
         else:
@@ -210,8 +209,6 @@ def _read(folder: Path, data: bytes) -> Chain:
                 problem = "its own hash is another: it was changed"
             elif document["previous_sha256"] != previous:
                 problem = "the line before it is another than when it was written"
-            elif document["number"] != number:
-                problem = f"it says that it is line {document['number']}"
         if not problem and number == len(lines):
             problem = "it ends in the middle"
         if problem and broken_at is None:
@@ -220,14 +217,13 @@ def _read(folder: Path, data: bytes) -> Chain:
     return Chain(folder, records, broken_at, why)
 
 
-def _record(document: Mapping[str, Any], line: bytes) -> Record:
+def _record(document: Mapping[str, Any], line: bytes, number: int) -> Record:
     """Raises: KeyError, TypeError, ValueError, EvidenceError."""
     if document["format"] != FORMAT:
         raise ValueError(f"format {document['format']}, not {FORMAT}")
     values = {f.name: document[f.name] for f in fields(Claim)}
     values["figures"] = [Figure(**figure) for figure in values["figures"]]
-    number, date, previous = int(document["number"]), str(document["date"]), str(document["previous_sha256"])
-    return Record(number, date, previous, _sha256(line), Claim(**values))
+    return Record(number, str(document["date"]), str(document["previous_sha256"]), _sha256(line), Claim(**values))
 
 
 def _fields(claim: Claim) -> dict[str, Any]:
