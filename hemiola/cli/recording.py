@@ -98,8 +98,8 @@ def _bench_figures(document: Mapping[str, Any], row: Mapping[str, Any]) -> list[
         load,
     ]
     if nvml["busy"] is None:
-        return [*figures, Figure("GPU busy (NVML)", None, "", nvml.get("samples", 0), why=nvml["why"])]
-    return [*figures, Figure("GPU busy (NVML), mean", nvml["busy"], "", nvml["samples"], low=nvml["busy_min"])]
+        return [*figures, Figure("GPU busy (NVML)", None, "of the time", nvml.get("samples", 0), why=nvml["why"])]
+    return [*figures, Figure("GPU busy (NVML)", nvml["busy"], "of the time", nvml["samples"], low=nvml["busy_min"])]
 
 
 def void_bench_claim(name: str, reason: str) -> Claim:

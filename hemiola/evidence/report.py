@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from hemiola.evidence.comparison import compare
-from hemiola.evidence.records import Chain, Claim, Figure, Mark, Record
+from hemiola.evidence.comparison import compare, why_not
+from hemiola.evidence.records import SPEEDS, Chain, Claim, Figure, Mark, Record
 from hemiola.evidence.report_plot import step_times
 
 UNVERIFIED = "UNVERIFIED"
@@ -74,28 +74,24 @@ def tables(chain: Chain) -> Iterator[Table]:
     for kind in (*(k for k in _TITLES if k in kinds), *(k for k in kinds if k not in _TITLES)):
         records = [record for record in chain.records if record.claim.kind == kind]
         names = list({figure.name: None for record in records for figure in record.claim.figures})
-        about = (
-            "record",
-            "marks",
-            *(["verdict"] if kind == "gate" else []),
-            "model",
-            "what",
-            "engine",
-            "on",
-            "rests on",
-        )
-        yield Table(_TITLES.get(kind, kind), [*about, *names], [_row(chain, record, kind, names) for record in records])
+        about = ("record", "marks", *(["verdict"] if kind == "gate" else []), "model", "what", "engine", "on")
+        columns = [*about, *names, "rests on" if kind in SPEEDS else "why marked"]
+        yield Table(_TITLES.get(kind, kind), columns, [_row(chain, record, kind, names) for record in records])
 
 
 def comparisons(chain: Chain) -> Iterator[str]:
-    """Each verified record with the one before it of the same kind, model and cell."""
-    latest: dict[tuple[str, Any, Any], Record] = {}
+    """Each verified record of a speed with the latest one before it, of the same kind, model and cell, that it may be
+    compared with; where there are only others, what was declined."""
+    earlier: dict[tuple[str, Any, Any], list[Record]] = {}
     for record in chain.verified:
         claim = record.claim
-        key = claim.kind, claim.model.get("name"), claim.workload.get("cell")
-        if claim.kind in ("bench", "load") and key in latest:
-            yield from (f"{line} [{record.id}]" for line in compare(latest[key], record))
-        latest[key] = record
+        if claim.kind not in ("bench", "load") or Mark.VOID in claim.marks:
+            continue
+        others = earlier.setdefault((claim.kind, claim.model.get("name"), claim.workload.get("cell")), [])
+        if others:
+            like = [other for other in others if not why_not(other.claim, claim)]
+            yield from (f"{line} [{record.id}]" for line in compare((like or others)[-1], record))
+        others.append(record)
 
 
 def marks_of(chain: Chain, record: Record) -> list[str]:
@@ -107,7 +103,7 @@ def marks_of(chain: Chain, record: Record) -> list[str]:
 def _row(chain: Chain, record: Record, kind: str, names: Sequence[str]) -> list[str]:
     claim, marks = record.claim, marks_of(chain, record)
     figures = {figure.name: figure for figure in claim.figures}
-    unmeasured = next((mark.value for mark in _NO_VALUE if mark in claim.marks), None)
+    unmeasured = _unmeasured(claim)
     known = "; ".join(f"{r.id} ({r.claim.verdict})" for r in chain.verified if r.id in claim.gated_by)
     return [
         record.id,
@@ -117,9 +113,14 @@ def _row(chain: Chain, record: Record, kind: str, names: Sequence[str]) -> list[
         _what(claim),
         _engine(claim.engine),
         _machine(claim),
-        known or "; ".join(f"{mark}: {reason}" for mark, reason in claim.marks.items()),
         *(unmeasured or (_figure(figures[name]) if name in figures else "") for name in names),
+        "\n".join([*([known] if known else []), *(f"{mark}: {reason}" for mark, reason in claim.marks.items())]),
     ]
+
+
+def _unmeasured(claim: Claim) -> str:
+    """What stands in the place of figures that do not hold; "" where they do."""
+    return next((mark.value for mark in _NO_VALUE if mark in claim.marks), "")
 
 
 def _what(claim: Claim) -> str:
@@ -131,21 +132,21 @@ def _what(claim: Claim) -> str:
 
 def _engine(engine: Mapping[str, Any]) -> str:
     """Arms that most ops have, and those that differ; the numeric mode."""
-    if not engine:
+    if "arms" not in engine:
         return "not stated"
     arms: Mapping[str, str] = engine["arms"]
     most = max(sorted(set(arms.values())), key=list(arms.values()).count)
     others = [f"{op}={arm}" for op, arm in arms.items() if arm != most]
     invariant = ", invariant" if engine.get("invariant") else ""
-    return f"{','.join([most, *others])}; {engine['dtype']}, KV {engine['kv_dtype']}{invariant}"
+    return f"{','.join([most, *others])}\n{engine['dtype']}, KV {engine['kv_dtype']}{invariant}"
 
 
 def _machine(claim: Claim) -> str:
     commit = str(claim.source.get("commit") or "no commit")[:10]
     dirty = ", dirty" if claim.source.get("is_dirty") and claim.source.get("commit") else ""
     clocks = claim.machine.get("clock_mhz")
-    clock = f", {clocks['min']:.0f} .. {clocks['max']:.0f} MHz" if clocks else ""
-    return f"{claim.machine.get('device') or 'not stated'}{clock}; {commit}{dirty}"
+    clock = f"\n{clocks['min']:.0f} .. {clocks['max']:.0f} MHz" if clocks else ""
+    return f"{claim.machine.get('device') or 'not stated'}{clock}\n{commit}{dirty}"
 
 
 def _figure(figure: Figure) -> str:
@@ -155,12 +156,12 @@ def _figure(figure: Figure) -> str:
         text
         for text in (
             "" if figure.low is None or figure.high is None else f"{number(figure.low)} .. {number(figure.high)}",
-            f"n = {figure.n}" if figure.n > 1 else "",
+            f"n {figure.n:,}" if figure.n > 1 else "",
         )
         if text
     )
     unit = f" {figure.unit}" if figure.unit else ""
-    return f"{number(figure.value)}{unit}" + (f" ({spread})" if spread else "")
+    return f"{number(figure.value)}{unit}" + (f"\n{spread}" if spread else "")
 
 
 def number(value: float) -> str:
@@ -197,14 +198,18 @@ def _html_table(table: Table) -> str:
 
 
 def _tone(text: str) -> str:
-    tones = {"STRICT PASS": "good", "NOISE PASS": "good", "DIVERGENCE": "bad"}
-    return f' class="{tones[text]}"' if text in tones else ""
+    if text in _TONES:
+        return f' class="{_TONES[text]}"'
+    return ' class="long"' if max(map(len, text.split("\n"))) > _LONG else ""
 
 
 def _html_record(chain: Chain, record: Record) -> str:
     marks = " ".join(marks_of(chain, record))
     title = f"{record.id} {record.date} {record.claim.kind} {record.claim.model.get('name', '')} {marks}"
-    text = json.dumps({**asdict(record.claim), "previous_sha256": record.previous_sha256}, indent=1, default=str)
+    shown = {**asdict(record.claim), "previous_sha256": record.previous_sha256, "line": record.number}
+    if word := _unmeasured(record.claim):
+        shown |= {"figures": word, "more": word}
+    text = json.dumps(shown, indent=1)
     return f'<details id="{escape(record.id)}"><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>'
 
 
@@ -216,11 +221,13 @@ def _plain(text: str) -> str:
     """Text that Markdown shows as it is, in one line."""
     for letter in "\\`*_[]|":
         text = text.replace(letter, f"\\{letter}")
-    return " ".join(escape(text, quote=False).split())
+    return ", ".join(" ".join(line.split()) for line in escape(text, quote=False).split("\n") if line.strip())
 
 
+_LONG = 36  # letters of a line that may be wrapped
+_TONES = {"STRICT PASS": "good", "NOISE PASS": "good", "DIVERGENCE": "bad"}
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2126; background: #fff; margin: 2rem auto; max-width: 82rem;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2126; background: #fff; margin: 2rem auto; max-width: 96rem;
   padding: 0 1.2rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .chain { font: 13px ui-monospace, monospace; padding: .6rem .8rem; border-left: 4px solid #3a8f3a; background: #f3f8f3;
@@ -228,11 +235,12 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .chain.broken { border-color: #b02020; background: #fbeeee; color: #8c1414; font-weight: bold; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; }
-th { text-align: left; font-weight: 600; border-bottom: 2px solid #cfd6dc; padding: .35rem .7rem;
+th { text-align: left; font-weight: 600; border-bottom: 2px solid #cfd6dc; padding: .35rem .5rem;
   vertical-align: bottom; }
-td { border-bottom: 1px solid #e6eaee; padding: .35rem .7rem; vertical-align: top;
-  min-width: 5.5rem; max-width: 20rem; }
+td { border-bottom: 1px solid #e6eaee; padding: .35rem .5rem; vertical-align: top;
+  white-space: pre; }
 td:first-child, pre { font-family: ui-monospace, monospace; }
+td.long { white-space: pre-line; min-width: 16rem; }
 a { color: #1f6fb4; }
 .mark { font-size: 11px; padding: .1rem .35rem; border-radius: 3px; background: #8a4fb0; color: #fff; }
 .mark.ungated { background: #b86114; } .mark.void, .mark.unverified { background: #b02020; }
