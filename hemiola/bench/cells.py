@@ -95,7 +95,7 @@ class Driver:
         """Raises: what a request ended with."""
         start = time.perf_counter()
         requests = self.add(prompts, num_output)
-        while not all(request.output_ids or request.error for request in requests):
+        while self.engine.has_unfinished and not all(request.output_ids for request in requests):
             self.engine.step()
         first_s = time.perf_counter() - start
         while self.engine.has_unfinished:

@@ -33,7 +33,7 @@ SMALL = [
     "--prefill",
     "2x40",
     "--steps",
-    "3",
+    "64",  # long enough not to drown in what else the machine does
     "--repeats",
     "2",
     "--arms",
@@ -56,7 +56,7 @@ def document() -> dict[str, Any]:
 def test_every_cell_is_measured(document: dict[str, Any]) -> None:
     assert [row["cell"] for row in document["cells"]] == ["decode 1 x 24", "decode 3 x 8", "prefill 2 x 40"]
     for row in document["cells"][:2]:
-        assert row["output_tokens"] == [16, 19]
+        assert row["output_tokens"] == [16, 80]
         assert len(row["samples_ms"]) == 2
         assert row["tokens_per_s"] == pytest.approx(1000 * row["batch"] / row["ms_per_step"])
         assert 0 < row["first_token_s"] < row["whole_run_s"]
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_measured_too_and_the_document_goes_where_it_is_sent(tmp
         "--batch",
         "2x8",
         "--steps",
-        "2",
+        "64",
         "--repeats",
         "1",
         "--json",
