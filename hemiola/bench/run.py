@@ -91,9 +91,10 @@ def run_bench(options: BenchOptions, imports_s: float | None = None, emit: Emit 
                 if options.kernels:
                     row["trace"] = _trace(driver, cell)
         cells.append(row)
+    name = started.name if started.is_synthetic or options.model is None else options.model
     return {
         "benchmark": "bench",
-        "model": model_facts(started.name, started.manifest, started.config, _digest(started, options)),
+        "model": model_facts(name, started.manifest, started.config, _digest(started, options)),
         "synthetic": started.is_synthetic,
         "engine": engine_facts(started.engine, started.manifest),
         "paths": paths(started),

@@ -18,6 +18,7 @@ from hemiola.errors import ConfigError
 
 if TYPE_CHECKING:
     from hemiola.bench import Observation
+    from hemiola.evidence.records import Record
 
 
 def bench(
@@ -87,6 +88,7 @@ def bench(
     """
     from hemiola.bench import LONG_CELLS, STANDARD_CELLS, BenchOptions, MeasuredProcessError, Nvml, cell, command_of
     from hemiola.bench import observe as run_observed
+    from hemiola.evidence.records import read
 
     chosen = (
         *(cell("decode", text, steps) for text in batch or ()),
@@ -95,6 +97,7 @@ def bench(
     )
     if against and record is None:
         raise ConfigError("a record to compare with is looked for in a folder", expected="--record", where="--against")
+    others = [read(record).find(prefix) for prefix in against or ()] if record is not None else []
     switches = {"strict": not no_strict, "cuda_graphs": not no_cuda_graphs, "overlap": not no_overlap}
     settings = given(EngineConfig, ctx.params | switches)
     options = BenchOptions(
@@ -113,9 +116,9 @@ def bench(
             from hemiola.cli.recording import void_bench_claim
             from hemiola.evidence.records import append
 
-            append(record, void_bench_claim(synthetic or model or "the shipped model", str(error)))
+            append(record, void_bench_claim(synthetic or Path(model or "shipped").name, str(error)))
         raise typer.Exit(error.status) from None
-    document = judged(seen, record, against or ())
+    document = judged(seen, record, others)
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     if json_file is None:
         sys.stdout.write(text)
@@ -127,10 +130,10 @@ def bench(
         raise typer.Exit(FAILED)
 
 
-def judged(seen: Observation, folder: Path | None, against: Sequence[str]) -> dict[str, Any]:
+def judged(seen: Observation, folder: Path | None, others: Sequence[Record]) -> dict[str, Any]:
     """The document of a run with what the GPU did in each window and, first in every row, what its tokens rest on.
 
-    folder: where gates are looked for and every cell is recorded. against: ids of records there.
+    folder: where gates are looked for and every cell is recorded. others: to compare every cell with.
     """
     from hemiola.bench import WindowError, machine_facts, source_facts
     from hemiola.cli.recording import bench_claim
@@ -142,7 +145,6 @@ def judged(seen: Observation, folder: Path | None, against: Sequence[str]) -> di
     chain = None
     if folder is not None:
         chain = read(folder) if (folder / FILE).exists() else Chain(folder, ())
-    others = [chain.find(prefix) for prefix in against] if chain is not None else []
     machine = machine_facts(document["conditions"]["device"])
     gating = find_gates(chain, source_facts(), document["model"], document["engine"], machine)
     document = {"gate": gating.describe(), **document, "compared": []}

@@ -70,6 +70,6 @@ def gate(
         from hemiola.cli.recording import gate_claim
         from hemiola.evidence.records import append
 
-        typer.echo(f"recorded: {append(record, gate_claim(llm, identity, result)).id}")
+        typer.echo(f"recorded: {append(record, gate_claim(model, llm, identity, result)).id}")
     if result.verdict is Verdict.DIVERGENCE:
         raise typer.Exit(FAILED)

@@ -23,7 +23,7 @@ def command_line() -> list[str]:
     return ["hemiola", *sys.argv[1:]]
 
 
-def gate_claim(llm: LLM, identity: Identity, result: GateResult) -> Claim:
+def gate_claim(model: str, llm: LLM, identity: Identity, result: GateResult) -> Claim:
     loaded = llm.loaded
     figures = []
     for mode in result.results:
@@ -38,7 +38,7 @@ def gate_claim(llm: LLM, identity: Identity, result: GateResult) -> Claim:
         kind="gate",
         run=command_line(),
         source=source_facts(),
-        model=model_facts(loaded.folder.name, loaded.manifest, loaded.config, identity.checkpoint_sha256),
+        model=model_facts(model, loaded.manifest, loaded.config, identity.checkpoint_sha256),
         engine=engine_facts(loaded.engine, loaded.manifest),
         machine=machine_facts(describe_device(loaded.engine.model.device)),
         workload={

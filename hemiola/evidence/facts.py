@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from pathlib import Path as FilePath
 from typing import Any
 
 from hemiola.config.model import NemotronHConfig
@@ -49,10 +50,11 @@ _SETTINGS = (
 def model_facts(
     name: str, manifest: Manifest, config: NemotronHConfig, checkpoint_sha256: str | None
 ) -> dict[str, Any]:
-    """checkpoint_sha256: None for weights that are drawn. stored: how the linears of each role are stored."""
+    """name: as the user gave it, a path or a hub id; its last part is kept. checkpoint_sha256: None for drawn weights.
+    stored: how the linears of each role are stored."""
     plain = json.dumps(config_fields(config), sort_keys=True, separators=(",", ":"))
     return {
-        "name": name,
+        "name": FilePath(name).resolve().name,
         "checkpoint_sha256": checkpoint_sha256,
         "config_sha256": hashlib.sha256(plain.encode()).hexdigest(),
         "stored": sorted({f"{m.role.value}: {_stored(m)}" for m in manifest.modules if m.is_linear}),

@@ -148,7 +148,7 @@ def test_a_clock_that_drops_makes_the_record_unsteady(
     assert record.claim.marks["UNSTEADY"] == row["nvml"]["unsteady"]
     assert record.claim.machine["clock_mhz"]["min"] == 660
     assert "UNSTEADY decode 2 x 8: the SM clock" in shown(judged(seen, tmp_path, ()), capsys)
-    again = judged(seen, tmp_path, [record.id])
+    again = judged(seen, tmp_path, [record])
     assert [line.partition(": ")[2] for line in again["compared"]] == ["clock state is unsteady"]
 
 

@@ -11,9 +11,10 @@ from typer.testing import CliRunner, Result
 from hemiola.cli import app
 from hemiola.cli.ending import FAILED, REFUSED
 from hemiola.evidence.identity import checkpoint_digest
-from hemiola.evidence.records import read
+from hemiola.evidence.records import append, read
 from hemiola.loading import open_manifest
 from hemiola.synthetic import write_checkpoint
+from tests.support.claims import bench_claim
 
 NAME = "lightning-30b-tiny"
 SMALL = ["--batch", "2x8", "--steps", "64", "--repeats", "1", "--arms", "reference"]
@@ -88,3 +89,8 @@ def test_what_is_to_be_compared_with_has_to_be_there(tmp_path: Path) -> None:
     result = run("bench", "--synthetic", NAME, *SMALL, "--against", "abc")
     assert result.exit_code == REFUSED
     assert "expected --record" in result.stderr
+    append(tmp_path, bench_claim())
+    result = run("bench", "--synthetic", NAME, *SMALL, "--record", tmp_path, "--against", "abc")
+    assert result.exit_code == REFUSED
+    assert "no such record; found abc" in result.stderr
+    assert len(read(tmp_path).records) == 1, "refused before anything ran"
