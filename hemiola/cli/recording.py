@@ -82,20 +82,18 @@ def bench_claim(document: Mapping[str, Any], row: Mapping[str, Any], gating: Gat
 
 
 def _bench_figures(document: Mapping[str, Any], row: Mapping[str, Any]) -> list[Figure]:
-    start = document["start_s"]
-    load = Figure("start to first tokens", start["together"], "s")
+    start = Figure("start to first tokens", document["start_s"]["together"], "s")
+    ms = row["samples_ms"] if row["kind"] == "decode" else [1000 * seconds for seconds in row["samples_s"]]
+    tokens = row["batch"] * (1 if row["kind"] == "decode" else row["prompt_tokens"])
+    rates = [1000 * tokens / of_one for of_one in ms]
     if row["kind"] == "prefill":
-        return [
-            _median("prefill", row["samples_s"], "s"),
-            Figure("prefill rate", row["tokens_per_s"], "tokens/s", len(row["samples_s"])),
-            load,
-        ]
+        return [_median("prefill", ms, "ms"), _median("prefill rate", rates, "tokens/s"), start]
     nvml = row["nvml"]
     figures = [
-        _median("time per step", row["samples_ms"], "ms"),
-        Figure("output rate", row["tokens_per_s"], "tokens/s", len(row["samples_ms"])),
+        _median("time per step", ms, "ms"),
+        _median("output rate", rates, "tokens/s"),
         _median("time to first token", [1000 * seconds for seconds in row["samples_first_token_s"]], "ms"),
-        load,
+        start,
     ]
     if nvml["busy"] is None:
         return [*figures, Figure("GPU busy (NVML)", None, "of the time", nvml.get("samples", 0), why=nvml["why"])]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hemiola.evidence.gating import SAME
 from hemiola.evidence.records import Claim, Figure, Mark, Record
 
 CLOCK_TOLERANCE = 0.05  # of the larger one of two clocks: less is the same state
@@ -13,17 +14,21 @@ CLOCK_TOLERANCE = 0.05  # of the larger one of two clocks: less is the same stat
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One figure of two records that may be compared. is_ungated: of either side."""
+    """One figure of two records that may be compared."""
 
-    figure: str
-    unit: str
-    before: float
-    after: float
-    is_ungated: bool
+    before: Figure
+    after: Figure
 
     def line(self) -> str:
-        times = f"{self.after / self.before:.3f} times"
-        return f"{self.figure}: {times} ({self.before:.4g} -> {self.after:.4g} {self.unit})"
+        old, new = self.before.value or 0.0, self.after.value or 0.0
+        told = f"{self.after.name}: {new / old:.3f} times ({old:.4g} -> {new:.4g} {self.after.unit})"
+        return f"{told}, spreads overlap" if self.overlaps else told
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the spreads of both sides have a value in common: then it is no difference that was shown."""
+        lows, highs = ([f.low for f in (self.before, self.after)], [f.high for f in (self.before, self.after)])
+        return max(low or 0.0 for low in lows) <= min(high or 0.0 for high in highs)
 
 
 def why_not(one: Claim, other: Claim) -> str:
@@ -52,27 +57,37 @@ def ratios(before: Record, after: Record) -> list[Ratio]:
     """Of the figures that both have, by name and unit. Nothing where the records may not be compared."""
     if why_not(before.claim, after.claim):
         return []
-    known = {(f.name, f.unit): f.value for f in before.claim.figures if f.value}
-    is_ungated = any(Mark.UNGATED in record.claim.marks for record in (before, after))
-    return [
-        Ratio(f.name, f.unit, value, f.value, is_ungated)
-        for f in after.claim.figures
-        if (value := known.get((f.name, f.unit))) is not None and f.value is not None and is_compared(f)
-    ]
-
-
-def compare(before: Record, after: Record) -> list[str]:
-    """The ratios as lines, or one line that says what was declined and why."""
-    if reason := why_not(before.claim, after.claim):
-        cell = after.claim.workload.get("cell", after.claim.kind)
-        return [f"declined, {cell} against {before.id}: {reason}"]
-    found = ratios(before, after)
-    return [f"{f'{Mark.UNGATED} ' if r.is_ungated else ''}against {before.id}, {r.line()}" for r in found]
+    known = {(f.name, f.unit): f for f in before.claim.figures if is_compared(f)}
+    pairs = ((known.get((f.name, f.unit)), f) for f in after.claim.figures if is_compared(f))
+    return [Ratio(old, new) for old, new in pairs if old is not None]
 
 
 def is_compared(figure: Figure) -> bool:
-    """A time or a rate is; a fraction, a count or a clock is told, and no ratio of it means anything."""
-    return figure.unit in ("s", "ms", "us") or figure.unit.endswith("/s")
+    """A time or a rate is, where it was repeated; of a single measurement, a fraction or a count no ratio is made."""
+    is_speed = figure.unit in ("s", "ms", "us") or figure.unit.endswith("/s")
+    return is_speed and bool(figure.value) and figure.n > 1 and figure.low is not None and figure.high is not None
+
+
+def compare(before: Record, after: Record) -> list[str]:
+    """The ratios as lines, each with what differs between the two engines, or one line that says what was declined."""
+    if reason := why_not(before.claim, after.claim):
+        cell = after.claim.workload.get("cell", after.claim.kind)
+        return [f"declined, {cell} against {before.id}: {reason}"]
+    is_ungated = any(Mark.UNGATED in record.claim.marks for record in (before, after))
+    start = f"{f'{Mark.UNGATED} ' if is_ungated else ''}against {before.id} ({_changed(before.claim, after.claim)})"
+    return [f"{start}, {ratio.line()}" for ratio in ratios(before, after)]
+
+
+def _changed(one: Claim, other: Claim) -> str:
+    """Commit, and what gating.SAME names of the engine; an op whose arm differs by itself."""
+    sides = []
+    for claim in (one, other):
+        arms = {f"{op} on": arm for op, arm in claim.engine.get("arms", {}).items()}
+        state = {"commit": str(claim.source.get("commit"))[:7], "dirty tree": claim.source.get("is_dirty")}
+        sides.append({**state, **arms, **{name: claim.engine.get(name) for name in SAME if name != "arms"}})
+    old, new = sides
+    changed = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)]
+    return "; ".join(changed) or "the same engine"
 
 
 def _clocks(one: Claim, other: Claim) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hemiola.evidence.records import Claim, Figure, Mark, Record
 from hemiola.evidence.svg import HEAD, rule, text
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 70, 210, 52, 56
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 340, 70, 250, 52, 56
 COLOURS = ("#1f6fb4", "#d1701b", "#3a8f3a", "#8a4fb0", "#b02020", "#68727c")
 FIGURE = "time per step"
 
@@ -32,8 +32,10 @@ def step_times(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _engine(claim: Claim) -> str:
-    arms = "+".join(sorted(set(claim.engine["arms"].values())))
-    return f"{arms}, {claim.engine['dtype']}, {str(claim.source.get('commit'))[:7]}"
+    engine, commit = claim.engine, str(claim.source.get("commit"))[:7]
+    arms = "+".join(sorted(set(engine["arms"].values())))
+    invariant = ", invariant" if engine.get("invariant") else ""
+    return f"{arms}, {engine['dtype']}, KV {engine['kv_dtype']}{invariant}, {commit}"
 
 
 def _draw(title: str, lines: Lines) -> str:

@@ -133,10 +133,15 @@ def test_another_workload_or_cache_state_is_not_compared(change: dict[str, Any],
 def test_like_is_compared_with_like_in_times_and_rates_alone() -> None:
     slow, fast = bench_claim(ms=4.0), bench_claim(ms=3.0)
     assert compare(of(slow), of(fast)) == [
-        "against abababababab, time per step: 0.750 times (4 -> 3 ms)",
-        "against abababababab, output rate: 1.333 times (2000 -> 2667 tokens/s)",
-    ]
+        "against abababababab (the same engine), time per step: 0.750 times (4 -> 3 ms)",
+        "against abababababab (the same engine), output rate: 1.333 times (2000 -> 2667 tokens/s)",
+    ], "not the start, which was measured once, nor the busy fraction"
+    near = compare(of(slow), of(bench_claim(ms=4.12)))
+    assert [line.endswith("spreads overlap") for line in near] == [True, False]
     ungated = replace(fast, gated_by=[], marks={Mark.UNGATED.value: "so"})
     assert all(line.startswith("UNGATED against") for line in compare(of(slow), of(ungated)))
+    engine = {**ENGINE, "kv_dtype": "fp8", "arms": {**ENGINE["arms"], "linear": "reference"}}
+    (line, _) = compare(of(slow), of(replace(fast, engine=engine, source={**SOURCE, "commit": "1" * 40})))
+    assert "(commit c0ffeec -> 1111111; linear on device -> reference; kv_dtype bf16 -> fp8)" in line
     none = replace(fast, figures=[Figure("time per step", None, "ms", why="so")])
     assert compare(of(slow), of(none)) == []

@@ -92,7 +92,7 @@ def test_a_figure_that_does_not_hold_is_nowhere(folder: Path, render: Callable[[
 def test_like_is_compared_and_the_rest_declined_by_name(folder: Path, render: Callable[[Chain], str]) -> None:
     text = render(read(folder))
     ids = [record.id for record in read(folder).records]
-    assert f"UNGATED against {ids[3]}, time per step: 0.750 times (4 " in text
+    assert f"UNGATED against {ids[3]} (the same engine), time per step: 0.750 times (4 " in text
     assert f"declined, decode 8 x 128 against {ids[5]}: hardware differs: GPU X, GPU Y" in text
     assert f"declined, decode 64 x 128 against {ids[4]}: clock state is unsteady" in text
     assert text.count(" times (") == 2
@@ -108,7 +108,7 @@ def test_no_ratio_has_two_sides_that_differ(tmp_path: Path) -> None:
         append(tmp_path, replace(claim, workload={**claim.workload, "cache": cache, "output_tokens": steps}))
     chain = read(tmp_path)
     text = render_html(chain)
-    pairs = re.findall(r"<li[^>]*>against (\w+), .* times .*\[(\w+)\]", text)
+    pairs = re.findall(r"<li[^>]*>against (\w+) .* times .*\[(\w+)\]", text)
     assert len(pairs) == 2 * 2 * 2 * 2 * 2 * 2, "two figures each, and none where the cache state is not known"
     for before, after in pairs:
         one, other = chain.find(before).claim, chain.find(after).claim
