@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from hemiola.evidence.compare import MODES, Figures, Fork, Mode, is_wide, measure
 from hemiola.evidence.golden import EvidenceError, Golden, Noise
 from hemiola.evidence.identity import Identity, identify
@@ -169,9 +171,14 @@ def judge(figures: Figures, noise: Noise | None) -> Verdict:
 
 def numeric_mode(llm: LLM) -> tuple[str, str]:
     """Dtypes of activations and KV cache, by the names that goldens have."""
-    name = str(llm.loaded.engine.model.dtype).removeprefix("torch.")
-    dtype = _DTYPES.get(name, name)
+    dtype = dtype_name(llm.loaded.engine.model.dtype)
     return dtype, "fp8" if kv_is_fp8(llm.loaded.engine.config, llm.loaded.manifest) else dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As goldens have it, and EngineConfig."""
+    name = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(name, name)
 
 
 def _fork_line(fork: Fork, noise: Noise | None) -> str:
