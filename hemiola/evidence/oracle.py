@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hemiola.config.engine import EngineConfig
+from hemiola.config.model import LayerKind
 from hemiola.engine.request import TokenLogprobs
 from hemiola.evidence.golden import EvidenceError
 from hemiola.formats.manifest import Manifest
@@ -38,6 +39,8 @@ class Oracle:
 
     settings: fields of EngineConfig, of which dtype (also of the KV cache) and device count. engine: name, version and
     what was done to it.
+
+    Raises: EvidenceError without a transformers that can be used, and for a checkpoint that it cannot run.
     """
 
     def __init__(
@@ -46,6 +49,11 @@ class Oracle:
         package = _package()
         config = EngineConfig(**{**(settings or {}), "arms": "reference"})
         folder, self.config, self.manifest = open_manifest(model, revision)
+        if not self.config.count(LayerKind.ATTENTION):
+            raise EvidenceError(
+                "transformers cannot decode a model without attention layers: its cache then has no length",
+                where=folder,
+            )
         self.dtype = activation_dtype(config, self.config)
         self.device = bind_ops(config)[1]
         self.model, self.input_scales = _load(package, folder, self.manifest, self.dtype)

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hemiola.evidence.oracle import Oracle, best, e4m3_codes
 from hemiola.evidence.recorder import EMBEDDING, LAYER, Record, Site
 
 _READERS = {"linear_attention": "in_proj", "full_attention": "q_proj", "mlp": "up_proj", "moe": "gate"}  # of the norm
+_LINEARS = {  # an up_proj has an op together with its activation
+    *("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj")
+}
 
 
 class OracleRecorder:
@@ -42,7 +46,7 @@ class OracleRecorder:
                     module.register_forward_pre_hook(lambda _, args, path=path: self._given(path, args))
                 )
                 hooks.enter_context(
-                    module.register_forward_hook(lambda _, args, output, path=path: self._gave(path, output))
+                    module.register_forward_hook(lambda own, _, output, path=path: self._gave(path, own, output))
                 )
             for self._step in range(num_tokens):
                 found.append(best(self.oracle.step(ids, self._cache), 1)[0][0][0])
@@ -66,7 +70,7 @@ class OracleRecorder:
                 op = "paged_attention_decode" if self._step else "paged_attention_prefill"
                 self._add(int(index), op, op, self._by_heads(args[0]))
 
-    def _gave(self, path: Sequence[str], output: Any) -> None:
+    def _gave(self, path: Sequence[str], module: Any, output: Any) -> None:
         """A module has run."""
         last, config = len(self._kinds), self.oracle.config
         match path:
@@ -78,7 +82,7 @@ class OracleRecorder:
             case ["model", "layers", index]:
                 self._add(int(index), "output", LAYER, _rows(output))
             case ["model", "layers", index, "mixer", *inside]:
-                self._mixed(int(index), inside, output)
+                self._mixed(int(index), inside, module, output)
             case ["model", "norm_f"]:
                 self._add(last, "rms_norm", "rms_norm", _rows(output))
             case ["lm_head"]:
@@ -86,7 +90,7 @@ class OracleRecorder:
                     last, "backbone.embeddings" if config.tie_word_embeddings else "lm_head", "linear", _rows(output)
                 )
 
-    def _mixed(self, layer: int, inside: Sequence[str], output: Any) -> None:
+    def _mixed(self, layer: int, inside: Sequence[str], module: Any, output: Any) -> None:
         """A module inside a mixer, or the mixer itself, has run."""
         mixer = f"backbone.layers.{layer}.mixer"
         routed = [] if self.oracle.config.latent_size is None else ["experts"]  # the shared expert is added before fc2
@@ -100,21 +104,10 @@ class OracleRecorder:
             case [*outer, "act_fn"] if outer in ([], ["shared_experts"]):
                 mlp = ".".join([mixer, *outer])
                 self._add(layer, f"{mlp}.up_proj", "linear", self._as_read(f"{mlp}.down_proj", output))
-            case [
-                *_,
-                "down_proj"
-                | "in_proj"
-                | "out_proj"
-                | "q_proj"
-                | "k_proj"
-                | "v_proj"
-                | "o_proj"
-                | "fc1_latent_proj"
-                | "fc2_latent_proj",
-            ]:
+            case [*_, name] if name in _LINEARS and not isinstance(module, torch.nn.Identity):
                 self._add(layer, ".".join([mixer, *inside]), "linear", _rows(output))
-                if inside[-1] in ("k_proj", "v_proj"):
-                    self._add(layer, "kv_write", "kv_write", self._by_heads(output), f"{inside[-1][0]}_cache")
+                if name in ("k_proj", "v_proj"):
+                    self._add(layer, "kv_write", "kv_write", self._by_heads(output), f"{name[0]}_cache")
             case _ if inside == routed and self._kinds[layer] == "moe":
                 self._add(layer, "moe_experts", "moe_experts", _rows(output))
 

@@ -72,6 +72,11 @@ def test_experts_with_input_scales_are_refused(seeded_checkpoint: Callable[[str]
         Oracle(seeded_checkpoint("fp8"))
 
 
+def test_a_model_without_attention_is_refused(tiny_folder: Callable[..., Path]) -> None:
+    with pytest.raises(EvidenceError, match="without attention layers"):
+        Oracle(tiny_folder("M-"))
+
+
 def test_without_the_package_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(EvidenceError, match=r"not installed.*pip install 'transformers==5\.24\.0'"):
