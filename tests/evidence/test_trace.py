@@ -26,7 +26,7 @@ from hemiola.config.engine import EngineConfig
 from hemiola.evidence import EvidenceError
 from hemiola.evidence.bisect import sufficient
 from hemiola.evidence.recorder import Record, Site, difference, summarise
-from hemiola.evidence.trace import ROUNDING_FACTOR, Side, Subject, Trace, TraceResult, trace
+from hemiola.evidence.trace import FOREIGN_FACTOR, ROUNDING_FACTOR, Side, Subject, Trace, TraceResult, trace
 from hemiola.evidence.trace_plot import render_svg
 from hemiola.ops import KeptForms, Ops, table
 from tests.support.damage import change_json, change_tensors
@@ -290,6 +290,17 @@ def test_transformers_as_a_side(folder: Path, toy: Callable[..., None], tmp_path
         foreign(folder, kv_cache_dtype="fp8")
 
 
+def test_a_code_on_the_other_side_of_a_border_is_no_departure(seeded_checkpoint: Callable[[str], Path]) -> None:
+    """W8A8: one e4m3 code that rounds the other way moves all that follows by more than float32 rounding does."""
+    model = str(seeded_checkpoint("lightning"))
+    own = Side(model, {**SETTINGS, **WHOLE, "dtype": "float32"})
+    result = trace(Side(model, {"dtype": "float32"}, engine="transformers"), own, PROMPT)
+    assert result.first is None, list(result.lines())
+    assert {d.op for d in result.differences} >= {"linear/linear_fp8", "linear/linear_nvfp4"}
+    rounding = FOREIGN_FACTOR * torch.finfo(torch.float32).eps * math.sqrt(13)
+    assert max(d.error for d in result.differences if d.op == "layer") > rounding
+
+
 def test_transformers_with_experts_in_a_latent_space(
     tiny_folder: Callable[..., Path], toy: Callable[..., None]
 ) -> None:
@@ -447,7 +458,13 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     alone = CliRunner().invoke(app, ["trace", str(folder), *ids, "--store", stored, "--dtype-a", "bf16"])
     assert alone.exit_code == 0, alone.output
     assert Trace.read(Path(stored)).settings["dtype"] == "bfloat16"
+    beside = CliRunner().invoke(app, ["trace", str(folder), str(folder), *ids, "--engine-b", "transformers"])
+    assert beside.exit_code == 0, beside.output
+    assert "transformers 5." in beside.stdout
     for refused in (
+        ["trace", str(folder), str(folder), *ids, "--engine-b", "nobody"],
+        ["trace", str(folder), str(folder), *ids, "--engine-b", "transformers", "--arms-b", "reference"],
+        ["trace", stored, str(folder), "--engine-a", "transformers"],
         ["trace", str(folder), *ids],
         ["trace", stored, str(folder), *ids],
         ["trace", stored, str(folder), "--dtype-a", "bf16"],
