@@ -343,13 +343,13 @@ def _cell(row: Mapping[str, Any]) -> CellRun:
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, dict[str, Any] | None, str]:
-    """Status of a command, the document that it wrote, and the last line that it said where it wrote none."""
+    """Status of a command, the document that it wrote or None, and the last two lines that it said on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "document.json"
         command = [sys.executable, "-m", "hemiola", *arguments, "--json", str(file)]
         done = subprocess.run(command, text=True, capture_output=True, check=False)
         document = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return done.returncode, document, (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+    return done.returncode, document, "; ".join(done.stderr.strip().splitlines()[-2:]) or "nothing said"
 
 
 def _summary(runs: Sequence[CellRun]) -> dict[str, Any]:

@@ -151,15 +151,15 @@ def test_processes_get_the_same_but_for_the_arms(monkeypatch: pytest.MonkeyPatch
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         commands.append(command[3:-1])  # without the interpreter and the file of this call
-        return SimpleNamespace(returncode=2, stderr="first\nerror: the reason\n")
+        return SimpleNamespace(returncode=2, stderr="first\nnote\nerror: the reason\n")
 
     monkeypatch.setattr(subprocess, "run", run)
     processes = Processes(
         ["--model", "m"], Path("g.json"), ["--dtype", "bf16"], ["--batch", "1"], ["--max-num-seqs", "9"]
     )
     run_a, gate_a = processes.measure(A, 0), processes.gate(A)
-    assert run_a.void == "hemiola bench ended with status 2: error: the reason"
-    assert (gate_a.verdict, gate_a.why) == ("NO VERDICT", "status 2: error: the reason")
+    assert run_a.void == "hemiola bench ended with status 2: note; error: the reason"
+    assert (gate_a.verdict, gate_a.why) == ("NO VERDICT", "status 2: note; error: the reason")
     processes.measure(B, 1)
     bench = ["bench", "--model", "m", "--batch", "1", "--dtype", "bf16", "--arms", "device", "--json"]
     assert commands[0] == bench
