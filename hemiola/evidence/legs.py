@@ -192,6 +192,7 @@ class LegsResult:
         marks = {"VOID": "; ".join(f"leg {name}: {why}" for name, why in void.items())} if void else {}
         marks |= {UNGATED: f"legs {', '.join(ungated)}: no golden was given"} if ungated else {}
         machine = next((run.machine for run in self.runs if run.machine), {})
+        device = machine.get("device", {})
         figures = []
         for leg in self.legs:
             for cell in self.cells if leg.name not in void else []:
@@ -203,7 +204,11 @@ class LegsResult:
         return {
             "kind": "legs",
             "model": {"name": self.model},
-            "machine": {**machine.get("device", {}), "versions": machine.get("versions")},
+            "machine": {
+                "device": device.get("name") or device.get("type"),
+                "driver": device.get("driver"),
+                "versions": machine.get("versions"),
+            },
             "workload": {"cells": self.cells, "order": [run.leg for run in self.runs], "cache": {"state": "cold"}},
             "paths": [path | {"leg": run.leg} for run in self.runs if run.repeat == 0 for path in _paths(run.counts)],
             "marks": marks,

@@ -76,6 +76,9 @@ def test_a_difference_of_one_sign() -> None:
     assert any(line.split()[:8] == f"{CELL} b 3 1.500 1.400".split() for line in lines)
     assert any("90.0%  NOISE PASS" in line for line in lines)
     assert not result.is_red
+    claim = result.claim()
+    assert (claim["machine"]["device"], claim["machine"]["driver"], claim["marks"]) == ("H200", "580", {})
+    assert [figure["value"] for figure in claim["figures"] if figure["name"] == f"leg b, {CELL}"] == [1.5]
     assert measured({"a": [2.0, 2.0], "b": [1.0, 1.9]}, ARMS).as_dict()["differences"][0]["verdict"] == "faster"
 
 
