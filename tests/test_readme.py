@@ -49,7 +49,7 @@ def test_every_link_leads_somewhere() -> None:
 def test_every_command_has_the_options_it_is_shown_with() -> None:
     shown = list(commands())
     assert {words[0] for words in shown} == {
-        "generate", "inspect", "quantize", "serve", "load", "simulate", "doctor", "bench", "gate", "trace",
+        "generate", "inspect", "quantize", "serve", "load", "simulate", "doctor", "bench", "gate", "trace", "legs",
     }  # fmt: skip
     for name, *words in shown:
         help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).stdout
@@ -63,7 +63,7 @@ def test_the_commands_on_the_shipped_model_run(monkeypatch: pytest.MonkeyPatch, 
     Path("prompts.txt").write_text("bada\nfu\n")
     ran = 0
     for words in commands():
-        if words[0] in ("quantize", "serve", "load", "doctor", "bench", "gate", "trace") or "--model" in words:
+        if words[0] in ("quantize", "serve", "load", "doctor", "bench", "gate", "trace", "legs") or "--model" in words:
             continue
         result = CliRunner().invoke(app, words, input="bada fu\n")
         assert result.exit_code == 0, (words, result.stderr)

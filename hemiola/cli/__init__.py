@@ -19,6 +19,7 @@ from hemiola.cli.gate import gate
 from hemiola.cli.generate import generate
 from hemiola.cli.golden import golden
 from hemiola.cli.inspect import inspect
+from hemiola.cli.legs import legs
 from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
 from hemiola.cli.report import report
@@ -47,6 +48,7 @@ app.command()(simulate)
 app.command()(golden)
 app.command()(gate)
 app.command()(trace)
+app.command()(legs)
 app.command()(report)
 app.command()(selftest)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path as FilePath
 from typing import Any
 
+import torch
+
 from hemiola.config.model import NemotronHConfig
 from hemiola.engine.engine import Engine
 from hemiola.evidence.identity import config_fields
@@ -20,10 +22,15 @@ from hemiola.ops import Path
 _DTYPES = {"bfloat16": "bf16"}  # as EngineConfig calls them, where torch has another name
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As goldens have it, and EngineConfig."""
+    name = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
 def numeric_mode(engine: Engine, manifest: Manifest) -> tuple[str, str]:
     """Dtypes of activations and KV cache, by the names that goldens have."""
-    name = str(engine.model.dtype).removeprefix("torch.")
-    dtype = _DTYPES.get(name, name)
+    dtype = dtype_name(engine.model.dtype)
     return dtype, "fp8" if kv_is_fp8(engine.config, manifest) else dtype
 
 

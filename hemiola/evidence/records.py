@@ -64,8 +64,8 @@ class Claim:
     model, engine: see `hemiola.evidence.facts`. machine: `device` (its name), `driver`, `versions`, and `clock_mhz`
         (start, min, median, max over the measurement) where it was read.
     workload: what was run, so that only like is compared with like; `cache` in it is what was cached before.
-    paths: op, arm, variant, reason and calls. verdict: of a gate. gated_by: ids of the gate records that a speed rests
-    on. marks: each with its reason. more: whatever else, in JSON's types.
+    paths: op, arm, variant, reason and calls. verdict: of a gate; of legs, how they differ. gated_by: ids of the gate
+    records that a speed rests on. marks: each with its reason. more: whatever else, in JSON's types.
 
     Raises: EvidenceError for a speed that neither rests on a gate nor has a mark that says so, and an unknown mark.
     """

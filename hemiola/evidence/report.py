@@ -18,6 +18,7 @@ from hemiola.evidence.records import SPEEDS, Chain, Claim, Figure, Mark, Record
 from hemiola.evidence.report_plot import step_times
 
 UNVERIFIED = "UNVERIFIED"
+_WITH_VERDICT = ("gate", "legs")
 _NO_VALUE = (Mark.VOID, Mark.PENDING)
 _TITLES = {"gate": "Gates", "bench": "Benchmarks", "legs": "Legs", "trace": "Traces", "load": "Load on a server"}
 
@@ -74,7 +75,7 @@ def tables(chain: Chain) -> Iterator[Table]:
     for kind in (*(k for k in _TITLES if k in kinds), *(k for k in kinds if k not in _TITLES)):
         records = [record for record in chain.records if record.claim.kind == kind]
         names = list({figure.name: None for record in records for figure in record.claim.figures})
-        about = ("record", "marks", *(["verdict"] if kind == "gate" else []), "model", "what", "engine", "on")
+        about = ("record", "marks", *(["verdict"] if kind in _WITH_VERDICT else []), "model", "what", "engine", "on")
         columns = [*about, *names, "rests on" if kind in SPEEDS else "why marked"]
         yield Table(_TITLES.get(kind, kind), columns, [_row(chain, record, kind, names) for record in records])
 
@@ -104,11 +105,11 @@ def _row(chain: Chain, record: Record, kind: str, names: Sequence[str]) -> list[
     claim, marks = record.claim, marks_of(chain, record)
     figures = {figure.name: figure for figure in claim.figures}
     unmeasured = _unmeasured(claim)
-    known = "; ".join(f"{r.id} ({r.claim.verdict})" for r in chain.verified if r.id in claim.gated_by)
+    known = "\n".join(f"{r.id} ({r.claim.verdict})" for r in chain.verified if r.id in claim.gated_by)
     return [
         record.id,
         " ".join(marks),
-        *([claim.verdict] if kind == "gate" else []),
+        *([unmeasured or claim.verdict] if kind in _WITH_VERDICT else []),
         str(claim.model.get("name", "")),
         _what(claim),
         _engine(claim.engine),
@@ -132,6 +133,8 @@ def _what(claim: Claim) -> str:
 
 def _engine(engine: Mapping[str, Any]) -> str:
     """Arms that most ops have, and those that differ; the numeric mode."""
+    if "legs" in engine:
+        return "\n".join(f"{name}: {arms}" for name, arms in engine["legs"].items())
     if "arms" not in engine:
         return "not stated"
     arms: Mapping[str, str] = engine["arms"]
@@ -208,7 +211,7 @@ def _html_record(chain: Chain, record: Record) -> str:
     title = f"{record.id} {record.date} {record.claim.kind} {record.claim.model.get('name', '')} {marks}"
     shown = {**asdict(record.claim), "previous_sha256": record.previous_sha256, "line": record.number}
     if word := _unmeasured(record.claim):
-        shown |= {"figures": word, "more": word}
+        shown |= {"figures": word, "verdict": word, "more": word}
     text = json.dumps(shown, indent=1)
     return f'<details id="{escape(record.id)}"><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>'
 
