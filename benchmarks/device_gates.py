@@ -4,8 +4,9 @@
 
 Run it in the root of the source tree; hemiola need not be installed. All four run at once, both modes, 24 prompts each:
 on one H200 with 16 cores under a minute is expected, most of it Triton's first compilation. Written into OUT:
-SCHEME.json (what `hemiola gate --json` writes), SCHEME.log (its report) and gates.json (verdict, figures, calls by arm
-and seconds of each, and the conditions), which is printed, too. Exit status: 0 where all pass, else 1.
+SCHEME.json (what `hemiola gate --json` writes), SCHEME.log (its report), records (for `hemiola bench --record` and
+`hemiola report`) and gates.json (verdict, figures, calls by arm and seconds of each, and the conditions), which is
+printed, too. Exit status: 0 where all pass, else 1.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def gate(scheme: str, arms: str, models: Path, out: Path) -> dict[str, Any]:
     written = time.perf_counter()
     result, log = out / f"{scheme}.json", out / f"{scheme}.log"
     options = ["--arms", arms, "--dtype", "bf16", "--max-num-seqs", "24", "--json", str(result)]
+    options += ["--record", str(out / "records")]
     command = [sys.executable, "-m", "hemiola", "gate", str(models / scheme), str(FOLDER / f"golden-{scheme}.json")]
     with log.open("w") as file:
         status = subprocess.run([*command, *options], stdout=file, stderr=subprocess.STDOUT, check=False).returncode

@@ -11,8 +11,8 @@ half as much again with --scans.
 
 --synthetic measures a model of true shapes instead, without a golden: four runs of about a minute each.
 
-Written into OUT: legs.json (what `hemiola legs --json` writes) and legs.log (its report), which is printed, too. Exit
-status: that of `hemiola legs`.
+Written into OUT: legs.json (what `hemiola legs --json` writes), records (for `hemiola report`) and legs.log (its
+report), which is printed, too. Exit status: that of `hemiola legs`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         command = [sys.executable, "-m", "hemiola", "legs", *model, *PROJECTIONS, *(SCANS if options.scans else [])]
         command += [*CELLS, "--repeats", str(options.repeats), "--no-cuda-graphs"]
         done = subprocess.run(
-            [*command, "--json", str(options.out / "legs.json")],
+            [*command, "--json", str(options.out / "legs.json"), "--record", str(options.out / "records")],
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

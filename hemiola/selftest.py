@@ -179,7 +179,7 @@ def bench_cases() -> Iterator[Case]:
 
 
 def record_cases(folder: Path) -> Iterator[Case]:
-    source = {"commit": "a" * 40, "is_dirty": False}
+    source = {"commit": "a" * 40, "is_dirty": False, "sha256": "a" * 64}
     model = {"name": "m", "checkpoint_sha256": "b" * 64, "stored": ["mamba projections: FP8"], "has_kv_scales": False}
     engine = {"arms": {"linear": "device"}, "dtype": "bf16", "kv_dtype": "bf16"}
     claim = Claim(

@@ -5,6 +5,7 @@ The GPU's own counters come through NVML (the `nvml` extra); without it the docu
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 import statistics
@@ -21,6 +22,7 @@ import torch
 import hemiola
 
 COPY_BYTES = 2 << 30
+SOURCES = (".py", ".cu")  # of the package, that decide what it computes
 
 
 def versions() -> dict[str, Any]:
@@ -187,9 +189,15 @@ def machine_facts(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_facts() -> dict[str, Any]:
-    """Commit of the source tree that runs, and whether tracked files differ from it."""
-    described = commit()
+    """What runs: the commit of its source tree and whether tracked files differ from it, both None where there is no
+    repository, and in any case a digest of the package's sources."""
+    described, root = commit(), Path(hemiola.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(file for suffix in SOURCES for file in root.rglob(f"*{suffix}")):
+        digest.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
     return {
         "commit": None if described is None else described.removesuffix("-dirty"),
-        "is_dirty": described is None or described.endswith("-dirty"),
+        "is_dirty": None if described is None else described.endswith("-dirty"),
+        "sha256": digest.hexdigest(),
     }

@@ -79,12 +79,11 @@ def compare(before: Record, after: Record) -> list[str]:
 
 
 def _changed(one: Claim, other: Claim) -> str:
-    """Commit, and what gating.SAME names of the engine; an op whose arm differs by itself."""
+    """What ran, and what gating.SAME names of the engine; an op whose arm differs by itself."""
     sides = []
     for claim in (one, other):
         arms = {f"{op} on": arm for op, arm in claim.engine.get("arms", {}).items()}
-        state = {"commit": str(claim.source.get("commit"))[:7], "dirty tree": claim.source.get("is_dirty")}
-        sides.append({**state, **arms, **{name: claim.engine.get(name) for name in SAME if name != "arms"}})
+        sides.append({"code": claim.code, **arms, **{name: claim.engine.get(name) for name in SAME if name != "arms"}})
     old, new = sides
     changed = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)]
     return "; ".join(changed) or "the same engine"

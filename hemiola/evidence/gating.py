@@ -1,7 +1,8 @@
 """Which gate records a speed rests on.
 
-A gate counts for a measurement when it is of the same commit with a clean tree, ran on the same device model, with an
-engine that agrees in every field of SAME, compared in decoding and in prefill, and passed. One on the measured
+A gate counts for a measurement when it is of the same commit with a clean tree (where there is no repository: of the
+same sources to the byte), ran on the same device model, with an engine that agrees in every field of SAME, compared in
+decoding and in prefill, and passed. One on the measured
 checkpoint itself settles it. Weights that are drawn have no golden of their own: there, gates on other checkpoints
 count together when their linears cover what the measured model stores, role by role (and KV scales, where the cache is
 FP8). The kernels, roundings and formats are proven then, not the measured shapes, and `Gating.describe` says so. The
@@ -61,9 +62,8 @@ def find_gates(
     given. See `Claim` for the mappings."""
     if chain is None:
         return Gating((), why_not="no folder of records was given to look for a gate")
-    if source.get("commit") is None or source.get("is_dirty"):
-        state = "unknown" if source.get("commit") is None else "dirty"
-        return Gating((), why_not=f"the tree is {state}, a gate is of one commit")
+    if source["is_dirty"]:
+        return Gating((), why_not="the tree is dirty, a gate is of one commit")
     latest: dict[Any, Record] = {}
     reasons: Counter[str] = Counter()
     for record in chain.verified:
@@ -109,7 +109,10 @@ def _formats(model: Mapping[str, Any], engine: Mapping[str, Any]) -> set[str]:
 
 def _other(claim: Claim, source: Mapping[str, Any], engine: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
     """Why a gate is one of something else, as what one or more gates are; "" where it is not."""
-    if claim.source["commit"] != source["commit"]:
+    if None in (claim.source["commit"], source["commit"]):
+        if claim.source["sha256"] != source["sha256"]:
+            return "of other sources"
+    elif claim.source["commit"] != source["commit"]:
         return "of another commit"
     if claim.source["is_dirty"]:
         return "of a dirty tree"

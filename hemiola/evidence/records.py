@@ -60,7 +60,7 @@ class Claim:
     """What one line says.
 
     kind: "gate", "bench", "legs", "trace", "load" or another word. run: the command, word by word.
-    source: `commit` (null where there is no source tree) and `is_dirty`.
+    source: `commit` and `is_dirty`, null where there is no repository, and `sha256` of the package's sources.
     model, engine: see `hemiola.evidence.facts`. machine: `device` (its name), `driver`, `versions`, and `clock_mhz`
         (start, min, median, max over the measurement) where it was read.
     workload: what was run, so that only like is compared with like; `cache` in it is what was cached before.
@@ -96,6 +96,13 @@ class Claim:
                 expected="gated_by, or a mark: UNGATED, VOID, PENDING",
                 where=self.kind,
             )
+
+    @property
+    def code(self) -> str:
+        """What ran, in a few letters: a commit, or a digest of sources."""
+        if self.source.get("commit") is None:
+            return f"sources {str(self.source.get('sha256'))[:10]}"
+        return str(self.source["commit"])[:10] + (", dirty" if self.source.get("is_dirty") else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,11 +145,9 @@ def _engine(engine: Mapping[str, Any]) -> str:
 
 
 def _machine(claim: Claim) -> str:
-    commit = str(claim.source.get("commit") or "no commit")[:10]
-    dirty = ", dirty" if claim.source.get("is_dirty") and claim.source.get("commit") else ""
     clocks = claim.machine.get("clock_mhz")
     clock = f"\n{clocks['min']:.0f} .. {clocks['max']:.0f} MHz" if clocks else ""
-    return f"{claim.machine.get('device') or 'not stated'}{clock}\n{commit}{dirty}"
+    return f"{claim.machine.get('device') or 'not stated'}{clock}\n{claim.code}"
 
 
 def _figure(figure: Figure) -> str:

@@ -32,10 +32,10 @@ def step_times(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _engine(claim: Claim) -> str:
-    engine, commit = claim.engine, str(claim.source.get("commit"))[:7]
+    engine = claim.engine
     arms = "+".join(sorted(set(engine["arms"].values())))
     invariant = ", invariant" if engine.get("invariant") else ""
-    return f"{arms}, {engine['dtype']}, KV {engine['kv_dtype']}{invariant}, {commit}"
+    return f"{arms}, {engine['dtype']}, KV {engine['kv_dtype']}{invariant}, {claim.code}"
 
 
 def _draw(title: str, lines: Lines) -> str:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hemiola.bench import Cell, Observation, WindowError, cell
 from hemiola.bench.cells import SHORT_OUTPUT, Driver, Run, measure
-from hemiola.bench.machine import copy_bandwidth
+from hemiola.bench.machine import copy_bandwidth, source_facts
 from hemiola.bench.run import BenchOptions, engine_config, run_bench
 from hemiola.bench.trace import covered
 from hemiola.bench.traffic import decode_traffic, distinct_experts
@@ -179,6 +179,21 @@ def test_time_covered_outside_of_the_window_does_not_count() -> None:
     prefill, crossing, inside, after = (-40.0, -3.0), (-2.0, 4.0), (10.0, 12.0), (28.0, 35.0)
     assert covered([prefill, crossing, inside, after], (0.0, 30.0)) == 4.0 + 2.0 + 2.0
     assert covered([prefill, (31.0, 32.0)], (0.0, 30.0)) == 0.0
+
+
+def test_the_sources_are_known_without_a_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "hemiola"
+    (package / "kernels").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    kernel = package / "kernels" / "k.cu"
+    kernel.write_text("one")
+    monkeypatch.setattr("hemiola.__file__", str(package / "__init__.py"))
+    before = source_facts()
+    assert (before["commit"], before["is_dirty"]) == (None, None)
+    (package / "notes.txt").write_text("does not compute")
+    assert source_facts() == before
+    kernel.write_text("two")
+    assert source_facts()["sha256"] != before["sha256"]
 
 
 def test_copying_is_measured_in_bytes_read_and_written() -> None:

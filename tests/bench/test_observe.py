@@ -217,7 +217,7 @@ def test_every_line_with_a_figure_begins_with_ungated_where_nothing_vouches(
     assert "UNGATED weights: 1.000 GB / 2.00 s = 0.50 GB/s" in lines
     assert "UNGATED prefill of decode 2 x 8: 2 x 8 = 16 tokens / 0.0100 s = 1,600 tokens/s" in "\n".join(lines)
 
-    source = {"commit": "1" * 40, "is_dirty": False}
+    source = {"commit": "1" * 40, "is_dirty": False, "sha256": "2" * 64}
     monkeypatch.setattr("hemiola.bench.source_facts", lambda: source)
     engine = seen.document["engine"]
     gate = append(tmp_path, gate_claim(source=source, engine=engine))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from hemiola.bench import source_facts
 from hemiola.cli import app
 from hemiola.cli.ending import FAILED, REFUSED
 from hemiola.evidence.identity import checkpoint_digest
@@ -51,7 +52,7 @@ def test_a_speed_rests_on_the_gate_of_its_commit_and_engine(
     assert f"recorded: {gate.id}" in gated.stdout
     claim = gate.claim
     assert claim.verdict in ("STRICT PASS", "NOISE PASS")
-    assert claim.source == {"commit": CLEAN, "is_dirty": False}
+    assert claim.source == {"commit": CLEAN, "is_dirty": False, "sha256": source_facts()["sha256"]}
     assert claim.model["checkpoint_sha256"] == checkpoint_digest(open_manifest(model)[2].checkpoint)
     assert claim.workload["modes"] == ["decode", "prefill"]
     assert sum(path["calls"] for path in claim.paths if path["arm"] == "reference") > 0

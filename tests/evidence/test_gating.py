@@ -75,11 +75,20 @@ def test_a_gate_of_something_else_is_none(tmp_path: Path, change: dict[str, Any]
     assert gating.describe().startswith("UNGATED: ")
 
 
-def test_without_records_or_a_commit_nothing_is_gated(tmp_path: Path) -> None:
+def test_a_dirty_tree_or_no_records_gate_nothing(tmp_path: Path) -> None:
     assert gated(tmp_path, gate_claim()).by
-    for source, word in (({**SOURCE, "is_dirty": True}, "dirty"), ({"commit": None, "is_dirty": True}, "unknown")):
-        assert f"the tree is {word}" in gated(tmp_path, source=source).why_not
+    assert "the tree is dirty" in gated(tmp_path, source={**SOURCE, "is_dirty": True}).why_not
     assert find_gates(None, SOURCE, MODEL, ENGINE, MACHINE).why_not.startswith("no folder of records")
+
+
+def test_without_a_repository_the_sources_have_to_be_the_same(tmp_path: Path) -> None:
+    here = {"commit": None, "is_dirty": None, "sha256": SOURCE["sha256"]}
+    gating = gated(tmp_path, gate_claim(source=here), source=here)
+    assert gating.by
+    assert gating.by[0].claim.code == "sources aaaaaaaaaa"
+    other = gated(tmp_path, source={**here, "sha256": "b" * 64})
+    assert "1 of other sources" in other.why_not
+    assert gated(tmp_path, source=SOURCE).by, "a commit of the same sources"
 
 
 def test_a_gate_that_cannot_be_verified_is_none(tmp_path: Path) -> None:
@@ -142,6 +151,6 @@ def test_like_is_compared_with_like_in_times_and_rates_alone() -> None:
     assert all(line.startswith("UNGATED against") for line in compare(of(slow), of(ungated)))
     engine = {**ENGINE, "kv_dtype": "fp8", "arms": {**ENGINE["arms"], "linear": "reference"}}
     (line, _) = compare(of(slow), of(replace(fast, engine=engine, source={**SOURCE, "commit": "1" * 40})))
-    assert "(commit c0ffeec -> 1111111; linear on device -> reference; kv_dtype bf16 -> fp8)" in line
+    assert "(code c0ffeec0ff -> 1111111111; linear on device -> reference; kv_dtype bf16 -> fp8)" in line
     none = replace(fast, figures=[Figure("time per step", None, "ms", why="so")])
     assert compare(of(slow), of(none)) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 from hemiola.evidence.records import Claim, Figure
 
-SOURCE = {"commit": "c0ffee" * 6 + "c0ff", "is_dirty": False}
+SOURCE: dict[str, Any] = {"commit": "c0ffee" * 6 + "c0ff", "is_dirty": False, "sha256": "a" * 64}
 ENGINE: dict[str, Any] = {
     "arms": {"linear": "device", "ssd_scan": "device"},
     "dtype": "bf16",
