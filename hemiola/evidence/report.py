@@ -128,7 +128,10 @@ def _what(claim: Claim) -> str:
     workload = claim.workload
     if claim.kind == "gate":
         return f"{workload.get('prompts')} prompts, {' and '.join(workload.get('modes', ()))}; {workload.get('oracle')}"
-    return str(workload.get("cell") or ", ".join(f"{k} {v}" for k, v in workload.items() if k != "cache" and v))
+    if "cell" in workload:
+        return str(workload["cell"])
+    told = {name: " ".join(map(str, v)) if isinstance(v, list) else v for name, v in workload.items() if v}
+    return ", ".join(f"{name} {value}" for name, value in told.items() if name != "cache")
 
 
 def _engine(engine: Mapping[str, Any]) -> str:
