@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hemiola.bench.cells import Driver
-from hemiola.bench.machine import Nvml
+from hemiola.bench.machine import Nvml, gpu_address
 from hemiola.config.engine import EngineConfig
 from hemiola.config.model import LayerKind, NemotronHConfig
 from hemiola.config.sampling import SamplingParams
@@ -127,7 +127,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory_free": free,
         "memory_total": total,
-        **Nvml(device).describe(),
+        **Nvml(gpu_address(device)).describe(),
     }
 
 

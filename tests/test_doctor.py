@@ -121,9 +121,9 @@ def test_what_a_variant_destroys_is_a_copy(
     run = Driver.run
 
     def recording(self: Driver, prompts: Any, num_output: int) -> Any:
-        seconds, requests = run(self, prompts, num_output)
-        ids.extend(request.output_ids for request in requests)
-        return seconds, requests
+        result = run(self, prompts, num_output)
+        ids.extend(request.output_ids for request in result.requests)
+        return result
 
     def ruining(same: Variant) -> list[Variant]:
         def ruin(*args: Any, **kwargs: Any) -> Any:

@@ -7,10 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from hemiola.bench.window import WindowError
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.engine import Engine
 from hemiola.engine.request import FinishReason, Request
@@ -18,6 +19,7 @@ from hemiola.errors import ConfigError
 
 PROMPT_TOKENS = 128  # of a decode cell that names none
 SHORT_OUTPUT = 16
+SEED = 1  # of the prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,18 @@ STANDARD_CELLS = (
 LONG_CELLS = tuple(cell("decode", text) for text in ("1x32768", "32x8192", "64x8192"))
 
 
+class Run(NamedTuple):
+    """From the first arrival: seconds to the last id and to every request's first one, as the host has them."""
+
+    seconds: float
+    first_s: float
+    requests: list[Request]
+
+
 class Driver:
     """Runs prompts of random ids through one engine. synchronize: waits for the device."""
 
-    def __init__(self, engine: Engine, synchronize: Callable[[], None], seed: int = 1) -> None:
+    def __init__(self, engine: Engine, synchronize: Callable[[], None], seed: int = SEED) -> None:
         self.engine, self.synchronize = engine, synchronize
         self._generator = torch.Generator().manual_seed(seed)
         self._num_requests = 0
@@ -81,10 +91,13 @@ class Driver:
         first = self._num_requests
         return [self.engine.add_request(f"bench-{first + i}", ids, params) for i, ids in enumerate(prompts)]
 
-    def run(self, prompts: Sequence[Sequence[int]], num_output: int) -> tuple[float, list[Request]]:
-        """Seconds from the first arrival to the last id, and the requests. Raises: what a request ended with."""
+    def run(self, prompts: Sequence[Sequence[int]], num_output: int) -> Run:
+        """Raises: what a request ended with."""
         start = time.perf_counter()
         requests = self.add(prompts, num_output)
+        while self.engine.has_unfinished and not all(request.output_ids for request in requests):
+            self.engine.step()
+        first_s = time.perf_counter() - start
         while self.engine.has_unfinished:
             self.engine.step()
         self.synchronize()
@@ -93,7 +106,7 @@ class Driver:
             if request.error is not None:
                 raise request.error
             assert len(request.output_ids) == num_output, f"{len(request.output_ids)} ids of {num_output}"
-        return seconds, requests
+        return Run(seconds, first_s, requests)
 
     def decoding(self, prompts: Sequence[Sequence[int]], num_output: int) -> list[Request]:
         """Requests that have consumed their prompts and are in the middle of their outputs."""
@@ -111,50 +124,56 @@ class Driver:
 
 
 def measure(driver: Driver, cell: Cell, repeats: int) -> dict[str, Any]:
-    """One cell's figures. The first run of each length warms up (compiles, captures) and is reported apart."""
+    """One cell's figures. The first run of each length warms up (compiles, captures) and is reported apart.
+
+    Raises: WindowError where there is nothing to divide.
+    """
     return (_measure_decode if cell.kind == "decode" else _measure_prefill)(driver, cell, repeats)
 
 
 def _measure_decode(driver: Driver, cell: Cell, repeats: int) -> dict[str, Any]:
     """A step is the difference of two runs over the difference of their lengths: prefill and start-up drop out."""
     prompts = driver.prompts(cell.batch, cell.prompt_tokens)
-    warm_s, _ = driver.run(prompts, SHORT_OUTPUT)
-    warm_s += driver.run(prompts, cell.max_output)[0]
-    steps_ms, totals = [], []
-    requests: list[Request] = []
-    for _ in range(repeats):
-        short_s, _ = driver.run(prompts, SHORT_OUTPUT)
-        long_s, requests = driver.run(prompts, cell.max_output)
-        steps_ms.append(1000 * (long_s - short_s) / cell.steps)
-        totals.append(long_s)
+    warm_s = sum(driver.run(prompts, length).seconds for length in (SHORT_OUTPUT, cell.max_output))
+    pairs = [(driver.run(prompts, SHORT_OUTPUT), driver.run(prompts, cell.max_output)) for _ in range(repeats)]
+    steps_ms = [1000 * (long.seconds - short.seconds) / cell.steps for short, long in pairs]
+    first_s = [run.first_s for pair in pairs for run in pair]
     median = statistics.median(steps_ms)
+    if min(steps_ms) <= 0:
+        raise WindowError(
+            "the decode window is negative or empty: the longer run took no longer",
+            found=f"{', '.join(f'{ms:.4g}' for ms in steps_ms)} ms per step",
+            expected="all > 0",
+            where=cell.name,
+            remedy="Ask for more --steps.",
+        )
     return {
-        "cell": cell.name,
-        "kind": cell.kind,
-        "batch": cell.batch,
-        "prompt_tokens": cell.prompt_tokens,
+        **_asked(cell),
         "output_tokens": [SHORT_OUTPUT, cell.max_output],
         "ms_per_step": median,
         "tokens_per_s": 1000 * cell.batch / median,
         "samples_ms": steps_ms,
-        "whole_run_s": statistics.median(totals),
+        "first_token_s": statistics.median(first_s),
+        "samples_first_token_s": first_s,
+        "whole_run_s": statistics.median(long.seconds for _, long in pairs),
         "warm_up_s": warm_s,
-        "distinct_last_ids": len({request.output_ids[-1] for request in requests}),
+        "distinct_last_ids": len({request.output_ids[-1] for request in pairs[-1][1].requests}),
     }
 
 
 def _measure_prefill(driver: Driver, cell: Cell, repeats: int) -> dict[str, Any]:
     """From arrival to the first id of the last prompt."""
-    warm_s, _ = driver.run(driver.prompts(cell.batch, cell.prompt_tokens), 1)
-    samples = [driver.run(driver.prompts(cell.batch, cell.prompt_tokens), 1)[0] for _ in range(repeats)]
+    warm_s = driver.run(driver.prompts(cell.batch, cell.prompt_tokens), 1).seconds
+    samples = [driver.run(driver.prompts(cell.batch, cell.prompt_tokens), 1).seconds for _ in range(repeats)]
     median = statistics.median(samples)
     return {
-        "cell": cell.name,
-        "kind": cell.kind,
-        "batch": cell.batch,
-        "prompt_tokens": cell.prompt_tokens,
+        **_asked(cell),
         "seconds": median,
         "tokens_per_s": cell.batch * cell.prompt_tokens / median,
         "samples_s": samples,
         "warm_up_s": warm_s,
     }
+
+
+def _asked(cell: Cell) -> dict[str, Any]:
+    return {"cell": cell.name, "kind": cell.kind, "batch": cell.batch, "prompt_tokens": cell.prompt_tokens}

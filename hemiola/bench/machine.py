@@ -1,30 +1,28 @@
-"""What a benchmark says about its machine: versions, clocks, copy bandwidth, and how busy the GPU was.
+"""What a benchmark says about its machine: versions, clocks, copy bandwidth, and what NVML reads of its GPU.
 
 The GPU's own counters come through NVML (the `nvml` extra); without it the document says so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import re
 import statistics
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import hemiola
 
 COPY_BYTES = 2 << 30
-POLL_S = 0.02
-# The GPU's utilisation is that of a sample period before the query, up to a sixth of a second.
-SETTLE_S = 0.2
+SOURCES = (".py", ".cu")  # of the package, that decide what it computes
 
 
 def versions() -> dict[str, Any]:
@@ -81,24 +79,25 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> f
 
 
 class Nvml:
-    """NVML's view of one CUDA device. `problem` says why there is none; then everything is None."""
+    """NVML's view of one GPU. `problem` says why there is none; then everything is None.
 
-    def __init__(self, device: torch.device) -> None:
+    address: the GPU's on the PCI bus, "00000000:3b:00.0"; None where there is no GPU. module: NVML's Python package.
+    """
+
+    def __init__(self, address: str | None, module: str = "pynvml") -> None:
         self.problem: str | None = None
         self._nvml: Any = None
         self._handle: Any = None
-        if device.type != "cuda":
+        if address is None:
             self.problem = "no GPU"
             return
         try:
-            self._nvml = import_module("pynvml")
+            self._nvml = import_module(module)
         except ModuleNotFoundError:
             self.problem = "NVML's Python package is not installed (hemiola[nvml])"
             return
         try:
             self._nvml.nvmlInit()
-            bus: Any = torch.cuda.get_device_properties(device)
-            address = f"{bus.pci_domain_id:08x}:{bus.pci_bus_id:02x}:{bus.pci_device_id:02x}.0"
             self._handle = self._nvml.nvmlDeviceGetHandleByPciBusId(address.encode())
         except self._nvml.NVMLError as error:
             self.problem = f"NVML: {error}"
@@ -123,54 +122,82 @@ class Nvml:
             "nvml": self.problem or "read",
         }
 
-    def sample(self) -> tuple[int, int, float] | None:
-        """Percent of the last sample period with a kernel running, SM clock in MHz, power in watts."""
+    def sample(self) -> Sample | None:
+        at_s = time.monotonic()
         rates = self._read("nvmlDeviceGetUtilizationRates", self._handle)
         if rates is None:
             return None
-        clock = self._read("nvmlDeviceGetClockInfo", self._handle, 1)
         power = self._read("nvmlDeviceGetPowerUsage", self._handle)
-        return int(rates.gpu), int(clock or 0), (power or 0) / 1000
+        return Sample(
+            at_s,
+            int(rates.gpu),
+            self._read("nvmlDeviceGetClockInfo", self._handle, 1),
+            None if power is None else power / 1000,
+            self._read("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle),
+        )
 
 
-class BusyWindow:
-    """Samples a GPU from a thread while the body runs, but for the time that the first sample would look back to."""
+class Sample(NamedTuple):
+    """at_s: of `time.monotonic`. busy: percent of the sample period before it in which a kernel ran. SM clock in MHz,
+    power in watts, the bits of what slows the clocks; None where NVML does not say."""
 
-    def __init__(self, nvml: Nvml) -> None:
-        self._nvml = nvml
-        self._samples: list[tuple[int, int, float]] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-        self._start = self._seconds = 0.0
+    at_s: float
+    busy: int
+    clock_mhz: int | None
+    power_w: float | None
+    throttle: int | None
 
-    def __enter__(self) -> BusyWindow:
-        self._start = time.perf_counter()
-        self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._seconds = time.perf_counter() - self._start
-        self._done.set()
-        self._thread.join()
+def gpu_address(device: torch.device) -> str | None:
+    """On the PCI bus, as NVML takes it."""
+    if device.type != "cuda":
+        return None
+    bus: Any = torch.cuda.get_device_properties(device)
+    return f"{bus.pci_domain_id:08x}:{bus.pci_bus_id:02x}:{bus.pci_device_id:02x}.0"
 
-    def _poll(self) -> None:
-        self._done.wait(SETTLE_S)
-        while not self._done.wait(POLL_S):
-            if (sample := self._nvml.sample()) is not None:
-                self._samples.append(sample)
 
-    def result(self) -> dict[str, Any]:
-        """busy: mean fraction; None where nothing was sampled, with the reason."""
-        if not self._samples:
-            return {"busy": None, "why": self._nvml.problem or "the window was shorter than a sample"}
-        busy, clocks, watts = zip(*self._samples, strict=True)
-        return {
-            "busy": statistics.mean(busy) / 100,
-            "busy_min": min(busy) / 100,
-            "samples": len(busy),
-            "window_s": self._seconds,
-            "sm_clock_mhz": [min(clocks), max(clocks)],
-            "power_w": statistics.mean(watts),
-        }
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Name and size of what runs; of a GPU also driver, clocks and power limit."""
+    if device.type != "cuda":
+        return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        **Nvml(gpu_address(device)).describe(),
+    }
+
+
+def cpu_name() -> str:
+    """As Linux has it, "CPU" where it does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "CPU"
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else "CPU"
+
+
+def machine_facts(device: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says of a machine. device: of `describe_device`."""
+    number = device.get("threads")
+    threads = f", {number} thread{'s' if number > 1 else ''}" if number else ""
+    return {"device": f"{device['name']}{threads}", "driver": device.get("driver"), "versions": versions()}
+
+
+def source_facts() -> dict[str, Any]:
+    """What runs: the commit of its source tree and whether tracked files differ from it, both None where there is no
+    repository, and in any case a digest of the package's sources."""
+    described, root = commit(), Path(hemiola.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(file for suffix in SOURCES for file in root.rglob(f"*{suffix}")):
+        digest.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return {
+        "commit": None if described is None else described.removesuffix("-dirty"),
+        "is_dirty": None if described is None else described.endswith("-dirty"),
+        "sha256": digest.hexdigest(),
+    }

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-from hemiola.bench.cells import STANDARD_CELLS, Cell, Driver, measure
-from hemiola.bench.machine import COPY_BYTES, BusyWindow, Nvml, copy_bandwidth, versions
+from hemiola.bench.cells import SEED, STANDARD_CELLS, Cell, Driver, measure
+from hemiola.bench.machine import COPY_BYTES, copy_bandwidth, describe_device, gpu_address, versions
 from hemiola.bench.start import Started, start
 from hemiola.bench.trace import trace
 from hemiola.bench.traffic import decode_traffic, distinct_experts
+from hemiola.bench.window import WindowError
 from hemiola.config.engine import EngineConfig
 from hemiola.config.model import LayerKind
+from hemiola.evidence.facts import engine_facts, model_facts, path_facts
+from hemiola.evidence.identity import checkpoint_digest
 from hemiola.inspect import kv_bytes_per_token, state_bytes_per_request
 from hemiola.loading import open_manifest
 from hemiola.synthetic import geometry
 
-WINDOW_S = 2.0  # of decode steps that NVML watches, about
+WINDOW_S = 2.0  # of decode steps that an observer watches, about
 WINDOW_STEPS = 1024  # at most
 TRACE_STEPS = 16
 ROUTED_TOKENS = 64
@@ -30,49 +36,67 @@ ROUTED_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """model: a checkpoint, None for the shipped one; synthetic wins where it is given. settings: more fields of
-    EngineConfig. kernels: trace the kernels of each decode cell."""
+    EngineConfig. kernels: trace the kernels of each decode cell. digest: say which checkpoint it is."""
 
     model: str | None = None
     synthetic: str | None = None
     cells: tuple[Cell, ...] = STANDARD_CELLS
     repeats: int = 3
     kernels: bool = False
+    digest: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def run_bench(
-    options: BenchOptions, imports_s: float | None = None, progress: Callable[[str], None] = lambda what: None
-) -> dict[str, Any]:
-    """The document of one run. imports_s: what the process needed before. progress: called with what comes next.
+def command_of(options: BenchOptions) -> list[str]:
+    """Starts a process that runs them now and tells an observer: see `hemiola.bench.__main__`."""
+    values = {**asdict(options), "spawned_s": time.monotonic()}
+    return [sys.executable, "-m", "hemiola.bench", json.dumps(values)]
+
+
+Emit = Callable[[Mapping[str, Any]], None]
+
+
+def run_bench(options: BenchOptions, imports_s: float | None = None, emit: Emit = lambda event: None) -> dict[str, Any]:
+    """The document of one run. imports_s: what the process needed before. emit: takes the events that an observer
+    reads, and comes back at once.
 
     Raises: ConfigError, CheckpointError, CapacityError, UnsupportedPath.
     """
     begin = time.perf_counter()
-    progress("start")
+    emit({"event": "next", "what": "start"})
     config = engine_config(options)
-    started = start(options.model, options.synthetic, config)
-    driver = Driver(started.engine, started.synchronize)
-    progress("first token")
-    first_s, _ = driver.run(driver.prompts(1, min(cell.prompt_tokens for cell in options.cells)), 2)
+    with _phase("load", emit):
+        started = start(options.model, options.synthetic, config)
+        driver = Driver(started.engine, started.synchronize)
+        first_s = driver.run(driver.prompts(1, min(cell.prompt_tokens for cell in options.cells)), 2).seconds
+    emit({"event": "gpu", "address": gpu_address(started.device)})
     phases = {**({} if imports_s is None else {"imports": imports_s}), **started.phases, "first_tokens": first_s}
-    nvml = Nvml(started.device)
     on_gpu = started.device.type == "cuda"
-    progress("copy bandwidth")
+    emit({"event": "next", "what": "copy bandwidth"})
     copies = copy_bandwidth(started.device, COPY_BYTES if on_gpu else 1 << 26)
     cells = []
+    windows = 0
     for cell in options.cells:
-        progress(cell.name)
-        row = measure(driver, cell, options.repeats)
+        emit({"event": "next", "what": cell.name})
+        try:
+            row = measure(driver, cell, options.repeats)
+        except WindowError as error:
+            cells.append({"cell": cell.name, "kind": cell.kind, "refused": str(error)})
+            continue
         if cell.kind == "decode":
             row |= _roofline(started, cell, row["ms_per_step"], copies["bytes_per_s"])
-            row["nvml"] = _watch(driver, cell, row["ms_per_step"], nvml)
-            if options.kernels and on_gpu:
-                row["trace"] = _trace(driver, cell)
+            if on_gpu:
+                row["window"] = {"number": windows} | _decode_window(driver, cell, row["ms_per_step"], emit)
+                windows += 1
+                if options.kernels:
+                    row["trace"] = _trace(driver, cell)
         cells.append(row)
+    name = started.name if started.is_synthetic or options.model is None else options.model
     return {
         "benchmark": "bench",
-        "model": started.name,
+        "model": model_facts(name, started.manifest, started.config, _digest(started, options)),
         "synthetic": started.is_synthetic,
+        "engine": engine_facts(started.engine, started.manifest),
         "paths": paths(started),
         "routing": routing(driver),
         "start_s": {**phases, "together": sum(phases.values())},
@@ -81,12 +105,10 @@ def run_bench(
         "cells": cells,
         "conditions": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": _device(started, nvml),
+            "device": describe_device(started.device),
             "versions": versions(),
-            "settings": {name: getattr(config, name) for name in _SHOWN},
-            "dtype": str(started.engine.model.dtype).removeprefix("torch."),
-            "cuda_graphs": started.engine.runner.uses_graphs,
             "repeats": options.repeats,
+            "seed": SEED,
             "method": "decode: difference of two runs that differ in output length, median; prefill: arrival to first "
             "id, median; greedy, past the end of text, prompts of random ids, no prefix is reused",
             "notes": list(started.engine.notes),
@@ -95,10 +117,16 @@ def run_bench(
     }
 
 
-_SHOWN = (
-    "arms", "strict", "invariant", "device", "kv_cache_dtype", "block_size", "max_num_batched_tokens", "max_num_seqs",
-    "max_model_len", "cache_bytes", "overlap",
-)  # fmt: skip
+@contextmanager
+def _phase(name: str, emit: Emit) -> Iterator[None]:
+    emit({"event": "begin", "phase": name, "at_s": time.monotonic()})
+    yield
+    emit({"event": "end", "phase": name, "at_s": time.monotonic()})
+
+
+def _digest(started: Started, options: BenchOptions) -> str | None:
+    """Of a checkpoint; None for weights that are drawn, and where no gate is looked for: it reads everything."""
+    return checkpoint_digest(started.manifest.checkpoint) if options.digest and not started.is_synthetic else None
 
 
 def engine_config(options: BenchOptions) -> EngineConfig:
@@ -141,7 +169,7 @@ def paths(started: Started) -> dict[str, Any]:
     return {
         "reference_calls": on_reference,
         "verdict": verdict if on_reference else "no call ran on the reference arm",
-        "calls": [{**path._asdict(), "calls": calls} for path, calls in sorted(counts.items())],
+        "calls": path_facts(counts.items()),
     }
 
 
@@ -188,17 +216,21 @@ def _roofline(started: Started, cell: Cell, ms_per_step: float, bytes_per_s: flo
     }
 
 
-def _watch(driver: Driver, cell: Cell, ms_per_step: float, nvml: Nvml) -> dict[str, Any]:
-    if nvml.problem is not None:
-        return {"busy": None, "why": nvml.problem}
+def _decode_window(driver: Driver, cell: Cell, ms_per_step: float, emit: Emit) -> dict[str, Any]:
+    """Nothing but decode steps for about WINDOW_S, for the observer, after the prompts' prefill."""
     steps = min(int(1000 * WINDOW_S / ms_per_step), _window_tokens(cell) - cell.prompt_tokens - 4)
-    requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), steps + 3)
-    with BusyWindow(nvml) as window:
+    with _phase("prefill", emit):
+        requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), steps + 3)
+    taken = 0
+    begin = time.perf_counter()
+    with _phase("decode", emit):
         while driver.engine.has_unfinished:
             driver.engine.step()
+            taken += 1
         driver.synchronize()
+    seconds = time.perf_counter() - begin
     driver.withdraw(requests)
-    return {**window.result(), "steps": steps}
+    return {"steps": taken, "ms_per_step": 1000 * seconds / taken}
 
 
 def _trace(driver: Driver, cell: Cell) -> dict[str, Any]:
@@ -229,17 +261,3 @@ def _memory(started: Started) -> dict[str, Any]:
             "device_total": total,
         }
     return document
-
-
-def _device(started: Started, nvml: Nvml) -> dict[str, Any]:
-    if started.device.type != "cuda":
-        return {"type": "cpu", "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(started.device)
-    return {
-        "type": "cuda",
-        "name": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        **nvml.describe(),
-    }

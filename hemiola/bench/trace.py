@@ -27,15 +27,16 @@ def trace(step: Callable[[], object], steps: int, synchronize: Callable[[], None
             by_name[event.name].append(event.time_range.end - event.time_range.start)
     if not spans:
         return {"busy": None, "why": "the profiler saw no kernel"}
-    window, running = covered([(start, end) for start, end, _ in spans])
+    window = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
+    running = covered([(start, end) for start, end, _ in spans], window)
     reached = 0.0
     for begin, end, name in sorted(spans, key=lambda span: span[1]):
         own[name] += end - max(begin, reached)
         reached = end
     kernels = sorted(by_name.items(), key=lambda item: -own[item[0]])
     return {
-        "busy": running / window,
-        "window_us": window,
+        "busy": running / (window[1] - window[0]),
+        "window_us": window[1] - window[0],
         "steps": steps,
         "launches_per_step": len(spans) / steps,
         "kernels": [
@@ -50,11 +51,10 @@ def trace(step: Callable[[], object], steps: int, synchronize: Callable[[], None
     }
 
 
-def covered(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Length from the first start to the last end, and of the union of the spans, which may overlap."""
-    spans = sorted(spans)
-    running, reached = 0.0, spans[0][0]
-    for start, end in spans:
-        running += max(0.0, end - max(start, reached))
+def covered(spans: list[tuple[float, float]], window: tuple[float, float]) -> float:
+    """Length of the union of the spans, which may overlap, inside the window."""
+    running, reached = 0.0, window[0]
+    for start, end in sorted(spans):
+        running += max(0.0, min(end, window[1]) - max(start, reached))
         reached = max(reached, end)
-    return reached - spans[0][0], running
+    return running

@@ -19,8 +19,11 @@ from hemiola.cli.gate import gate
 from hemiola.cli.generate import generate
 from hemiola.cli.golden import golden
 from hemiola.cli.inspect import inspect
+from hemiola.cli.legs import legs
 from hemiola.cli.load import load
 from hemiola.cli.quantize import quantize
+from hemiola.cli.report import report
+from hemiola.cli.selftest import selftest
 from hemiola.cli.serve import serve
 from hemiola.cli.simulate import simulate
 from hemiola.cli.trace import trace
@@ -45,6 +48,9 @@ app.command()(simulate)
 app.command()(golden)
 app.command()(gate)
 app.command()(trace)
+app.command()(legs)
+app.command()(report)
+app.command()(selftest)
 
 
 def _show_version(asked: bool) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hemiola.cli import engine_options
+from hemiola.cli.ending import FAILED
 from hemiola.cli.settings import engine_option, given, parse_arms
 from hemiola.config.engine import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from hemiola.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hemiola.bench import Observation
+    from hemiola.evidence.records import Record
 
 
 def bench(
@@ -45,6 +51,11 @@ def bench(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the document there instead of to stdout.")
     ] = None,
+    record: engine_options.RecordFolder = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help="Compare with this record of --record's folder, where that means something."),
+    ] = None,
     dtype: Annotated[str | None, engine_option("dtype", f"Numeric mode: {', '.join(DTYPES)}.")] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(KV_CACHE_DTYPES)}.", show_default="model", rich_help_panel="Engine")
@@ -73,24 +84,41 @@ def bench(
     """Measure a model on this machine: one JSON document on stdout, a table on stderr.
 
     Without --batch and --prefill: decode at batch 1, 8, 32, 64, 128 and 256, prefill of 1 x 8192 and 16 x 1024 tokens.
+    A figure is UNGATED unless --record's folder has a green gate of the same commit, engine and formats.
     """
-    from hemiola.bench import LONG_CELLS, STANDARD_CELLS, BenchOptions, cell, run_bench
+    from hemiola.bench import LONG_CELLS, STANDARD_CELLS, BenchOptions, MeasuredProcessError, Nvml, cell, command_of
+    from hemiola.bench import observe as run_observed
+    from hemiola.evidence.records import read
 
-    imports_s = seconds_since_process_start()
     chosen = (
         *(cell("decode", text, steps) for text in batch or ()),
         *(cell("prefill", text) for text in prefill or ()),
         *(LONG_CELLS if long else ()),
     )
+    if against and record is None:
+        raise ConfigError("a record to compare with is looked for in a folder", expected="--record", where="--against")
+    others = [read(record).find(prefix) for prefix in against or ()] if record is not None else []
     switches = {"strict": not no_strict, "cuda_graphs": not no_cuda_graphs, "overlap": not no_overlap}
     settings = given(EngineConfig, ctx.params | switches)
-    options = BenchOptions(model, synthetic, chosen or STANDARD_CELLS, repeats, kernels, settings)
+    options = BenchOptions(
+        model, synthetic, chosen or STANDARD_CELLS, repeats, kernels, digest=record is not None, settings=settings
+    )
 
     def progress(what: str) -> None:
         if sys.stderr.isatty():
             typer.secho(f"{what} ...", dim=True, err=True)
 
-    document = run_bench(options, imports_s, progress)
+    try:
+        seen = run_observed(command_of(options), Nvml, progress)
+    except MeasuredProcessError as error:
+        typer.echo(str(error), err=True)
+        if record is not None:
+            from hemiola.cli.recording import void_bench_claim
+            from hemiola.evidence.records import append
+
+            append(record, void_bench_claim(synthetic or Path(model or "shipped").name, str(error)))
+        raise typer.Exit(error.status) from None
+    document = judged(seen, record, others)
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     if json_file is None:
         sys.stdout.write(text)
@@ -98,29 +126,63 @@ def bench(
         Path(json_file).write_text(text, encoding="utf-8")
     if sys.stderr.isatty() or json_file is not None:
         show(document)
+    if any("refused" in row for row in document["cells"]):
+        raise typer.Exit(FAILED)
 
 
-def seconds_since_process_start() -> float | None:
-    """None where the system does not say."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+def judged(seen: Observation, folder: Path | None, others: Sequence[Record]) -> dict[str, Any]:
+    """The document of a run with what the GPU did in each window and, first in every row, what its tokens rest on.
+
+    folder: where gates are looked for and every cell is recorded. others: to compare every cell with.
+    """
+    from hemiola.bench import WindowError, machine_facts, source_facts
+    from hemiola.cli.recording import bench_claim
+    from hemiola.evidence.comparison import compare
+    from hemiola.evidence.gating import find_gates
+    from hemiola.evidence.records import FILE, Chain, append, read
+
+    document = dict(seen.document)
+    chain = None
+    if folder is not None:
+        chain = read(folder) if (folder / FILE).exists() else Chain(folder, ())
+    machine = machine_facts(document["conditions"]["device"])
+    gating = find_gates(chain, source_facts(), document["model"], document["engine"], machine)
+    document = {"gate": gating.describe(), **document, "compared": []}
+    rows = []
+    for row in document["cells"]:
+        if row["kind"] == "decode" and "refused" not in row:
+            try:
+                nvml = seen.busy(row["window"]["number"]) if "window" in row else NO_GPU
+            except WindowError as error:
+                nvml = {"busy": None, "why": str(error)}
+            row = {**row, "nvml": nvml}
+        rows.append({"gate": gating.describe(), **row})
+        if folder is None:
+            continue
+        record = append(folder, bench_claim(document, row, gating))
+        rows[-1]["record"] = record.id
+        document["compared"] += [line for other in others for line in compare(other, record)]
+    return {**document, "cells": rows}
+
+
+NO_GPU = {"busy": None, "why": "no GPU"}
 
 
 def show(document: dict[str, Any]) -> None:
-    """The document as tables on stderr."""
+    """The document as tables on stderr. A line with a figure begins with UNGATED where nothing vouches for it."""
     from rich.console import Console
     from rich.table import Table
 
+    from hemiola.evidence.records import Mark
+
     conditions, device = document["conditions"], document["conditions"]["device"]
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 150, highlight=False)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 150, highlight=False, soft_wrap=True)
     versions = conditions["versions"]
     title = (
-        f"{document['model']} on {device.get('name', device['type'])}, hemiola {versions['hemiola']} "
+        f"{document['model']['name']} on {device['name']}, hemiola {versions['hemiola']} "
         f"({versions['commit'] or 'no commit'}), torch {versions['torch']}, n = {conditions['repeats']}"
     )
+    word = f"{Mark.UNGATED} " if document["gate"].startswith(Mark.UNGATED) else ""
     cells = Table(
         *("cell", "ms per step", "tokens/s", "min .. max", "GB per step", "of copy rate", "GPU busy"),
         box=None,
@@ -128,16 +190,58 @@ def show(document: dict[str, Any]) -> None:
     )
     for column in cells.columns[1:]:
         column.justify = "right"
-    for row in document["cells"]:
-        cells.add_row(*_row(row))
-    console.print(title, cells, sep="\n")
-    start = ", ".join(f"{name} {seconds:.2f}" for name, seconds in document["start_s"].items())
-    console.print(f"start, s: {start}")
-    memory = document["memory"]
+    rows = [row for row in document["cells"] if "refused" not in row]
+    for row in rows:
+        name, *figures = _row(row)
+        cells.add_row(word + name, *figures)
+    console.print(title, document["gate"], cells, sep="\n", markup=False)
+    lines = [line for row in rows for line in _lines(row)]
+    start = " + ".join(f"{name} {seconds:.2f}" for name, seconds in document["start_s"].items() if name != "together")
+    lines.append(f"load: {start} = {document['start_s']['together']:.2f} s")
+    memory, weights_s = document["memory"], document["start_s"]["weights"]
+    if memory["weights_resident"]:
+        brought = memory["weights_resident"]
+        lines.append(f"weights: {brought / 1e9:.3f} GB / {weights_s:.2f} s = {brought / weights_s / 1e9:.2f} GB/s")
     sizes = ", ".join(f"{name} {memory[name] / 1e9:.3f}" for name in _SIZES if memory.get(name))
-    console.print(f"memory, GB: {sizes}")
-    console.print(f"copy: {document['copy']['bytes_per_s'] / 1e9:,.0f} GB/s ({document['copy']['way']})")
-    console.print(document["paths"]["verdict"])
+    for line in [*lines, f"memory, GB: {sizes}", _copied(document["copy"]), *document["compared"]]:
+        console.print(line if line.startswith((*Mark, "declined")) else word + line, markup=False)
+    for row in document["cells"]:
+        if "refused" in row:
+            console.print(f"NO FIGURE {row['cell']}: {row['refused']}", markup=False)
+    console.print(document["paths"]["verdict"], markup=False)
+
+
+def _lines(row: dict[str, Any]) -> Iterator[str]:
+    """What a row of the table has no room for: prefill with what it is divided by, and the state of the machine."""
+    from hemiola.evidence.records import Mark
+
+    tokens = row["batch"] * row["prompt_tokens"]
+    asked = f"{row['batch']:,} x {row['prompt_tokens']:,} = {tokens:,} tokens"
+    if row["kind"] == "prefill":
+        yield f"prefill of {row['cell']}: {asked} / {row['seconds']:.4f} s = {row['tokens_per_s']:,.0f} tokens/s"
+        return
+    seconds = row["first_token_s"]
+    yield (
+        f"prefill of {row['cell']}: {asked} / {seconds:.4f} s = {tokens / seconds:,.0f} tokens/s, to every first token "
+        f"(n = {len(row['samples_first_token_s'])})"
+    )
+    nvml = row["nvml"]
+    if nvml["busy"] is None:
+        yield f"GPU of {row['cell']}: not sampled, {nvml['why']}"
+        return
+    clocks, watts = nvml["clock_mhz"], nvml["power_w"]
+    yield (
+        f"GPU of {row['cell']}: busy {nvml['busy']:.1%} ({nvml['samples']} samples in {nvml['window_s']:.2f} s of "
+        f"{row['window']['steps']:,} decode steps, {row['window']['ms_per_step']:.3f} ms each)"
+        + (f"; SM clock {clocks['min']:.0f} .. {clocks['max']:.0f} MHz" if clocks else "")
+        + (f"; {watts['mean']:.0f} W" if watts else "")
+    )
+    if nvml["unsteady"]:
+        yield f"{Mark.UNSTEADY} {row['cell']}: {nvml['unsteady']}"
+
+
+def _copied(copy: dict[str, Any]) -> str:
+    return f"copy: {copy['bytes_per_s'] / 1e9:,.0f} GB/s ({copy['way']})"
 
 
 _SIZES = ("weights_stored", "weights_resident", "caches", "graphs", "allocated", "reserved", "device_used")

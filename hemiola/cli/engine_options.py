@@ -1,8 +1,12 @@
-"""The engine's options that several commands have, declared once: annotations for parameters of their fields' names."""
+"""Options that several commands have, declared once: the engine's, as annotations for parameters of their fields'
+names, and where to record."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
+
+import typer
 
 from hemiola.cli.settings import engine_option, parse_arms, parse_bytes
 from hemiola.config.engine import DEVICES, DTYPES, KV_CACHE_DTYPES
@@ -66,4 +70,8 @@ Invariant = Annotated[
 NoCudaGraphs = Annotated[bool, engine_option("cuda_graphs", "On a GPU, launch every kernel.", "--no-cuda-graphs")]
 NoOverlap = Annotated[
     bool, engine_option("overlap", "On a GPU, wait for a step's ids before the next one.", "--no-overlap")
+]
+RecordFolder = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="FOLDER", help="Add the result to the records there, for `hemiola report`."),
 ]

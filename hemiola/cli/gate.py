@@ -23,6 +23,7 @@ def gate(
         bool, typer.Option("--prefill-only", help="Whole sequences as prompts; no decoding.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
+    record: engine_options.RecordFolder = None,
     dtype: engine_options.Dtype = None,
     kv_cache_dtype: engine_options.KVCacheDtype = None,
     block_size: engine_options.BlockSize = None,
@@ -65,5 +66,10 @@ def gate(
         json_file.write_text(json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for line in result.lines():
         typer.echo(line)
+    if record is not None:
+        from hemiola.cli.recording import gate_claim
+        from hemiola.evidence.records import append
+
+        typer.echo(f"recorded: {append(record, gate_claim(model, llm, identity, result)).id}")
     if result.verdict is Verdict.DIVERGENCE:
         raise typer.Exit(FAILED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hemiola.text.tokenizer import Tokenizer
 
 _SERVER = "A server as oracle"
+_ORACLES = ("reference", "transformers")
 
 
 def golden(
@@ -34,11 +35,15 @@ def golden(
     prompt_ids: Annotated[str | None, typer.Option(metavar="FILE", help="JSON, a list of lists of token ids.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, past the end of text.")] = 48,
     top_k: Annotated[int, typer.Option(min=1, help="Log-probabilities per position.")] = 5,
+    oracle: Annotated[
+        str,
+        typer.Option(help="Where no server is given: reference, hemiola's reference arm, or transformers in process."),
+    ] = "reference",
     server: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Ask this OpenAI-compatible server (vLLM's fields) that serves MODEL, not hemiola's reference arm. "
+            help="Ask this OpenAI-compatible server (vLLM's fields) that serves MODEL. "
             "Its --server-device, --dtype and --kv-cache-dtype have to be said.",
             rich_help_panel=_SERVER,
         ),
@@ -67,7 +72,16 @@ def golden(
     prompts = read_prompts(prompt or [], prompt_file, prompt_ids)
     settings: dict[str, Any] = {"arms": "reference", "prefix_caching": False} | given(EngineConfig, ctx.params)
     EngineConfig(**settings)  # a server's dtypes are held to the same names
-    if server is None:
+    if oracle not in _ORACLES or (server is not None and oracle != "reference"):
+        raise ConfigError(
+            "no such oracle" if server is None else "two oracles",
+            found=oracle,
+            expected=" or ".join(_ORACLES) if server is None else "--server alone",
+            where="--oracle",
+        )
+    if oracle == "transformers":
+        result = _run_transformers(ctx.params, settings, prompts)
+    elif server is None:
         from hemiola.evidence import capture
         from hemiola.llm import LLM
 
@@ -83,6 +97,30 @@ def golden(
             f"{noise.widest_margin_of_a_differing_argmax:.3f}",
             err=True,
         )
+
+
+def _run_transformers(options: Mapping[str, Any], settings: Mapping[str, Any], prompts: Sequence[Prompt]) -> Golden:
+    """Raises: ConfigError for a KV cache in FP8, EvidenceError where transformers cannot be used."""
+    from hemiola.evidence import Oracle, capture_from_transformers
+    from hemiola.loading import open_manifest
+    from hemiola.text.tokenizer import Tokenizer
+
+    if options["kv_cache_dtype"] == "fp8":
+        raise ConfigError("transformers keeps KV in the activation dtype", found="fp8", where="--kv-cache-dtype")
+    model, revision = options["model"], options["revision"]
+    ids = _ids(prompts, Tokenizer.from_folder(open_manifest(model, revision)[0]))
+    oracle = Oracle(model, settings, revision)
+    return capture_from_transformers(
+        oracle, ids, options["max_tokens"], options["top_k"], progress=_progress(len(prompts))
+    )
+
+
+def _progress(total: int) -> Callable[[int], None]:
+    def progress(done: int) -> None:
+        if sys.stderr.isatty():
+            typer.secho(f"{done} of {total} prompts", dim=True, err=True)
+
+    return progress
 
 
 def _ask(url: str, options: Mapping[str, Any], prompts: Sequence[Prompt]) -> Golden:
@@ -111,12 +149,8 @@ def _ask(url: str, options: Mapping[str, Any], prompts: Sequence[Prompt]) -> Gol
     folder, config, manifest = open_manifest(options["model"], options["revision"])
     ids = _ids(prompts, Tokenizer.from_folder(folder))
 
-    def progress(done: int) -> None:
-        if sys.stderr.isatty():
-            typer.secho(f"{done} of {len(prompts)} prompts", dim=True, err=True)
-
     identity = identify(manifest, config)
-    return capture_from_server(server, identity, ids, options["max_tokens"], options["top_k"], progress)
+    return capture_from_server(server, identity, ids, options["max_tokens"], options["top_k"], _progress(len(prompts)))
 
 
 def _ids(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[list[int]]:

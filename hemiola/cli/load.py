@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hemiola.cli import engine_options
 from hemiola.errors import ConfigError
 from hemiola.load import ARRIVALS, LoadOptions, run_load
 
@@ -57,6 +58,10 @@ def load(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is stdout, without table.")
     ] = None,
+    record: engine_options.RecordFolder = None,
+    server_device: Annotated[
+        str | None, typer.Option(help="What the server runs on, for the record; without it, nothing is compared.")
+    ] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Write the latencies' distributions as SVG.")] = None,
 ) -> None:
     """Send traffic to a server and say what its clients see: times to first token, between tokens, to the end.
@@ -74,6 +79,11 @@ def load(
         from hemiola.cli.distributions import render_svg
 
         Path(plot).write_text(render_svg(report.latencies()), encoding="utf-8")
+    if record is not None:
+        from hemiola.cli.recording import load_claim
+        from hemiola.evidence.records import append
+
+        typer.echo(f"recorded: {append(record, load_claim(report, server_device)).id}", err=True)
     text = json.dumps(report.as_dict(), indent=1, allow_nan=False) + "\n"
     if json_file == "-":
         sys.stdout.write(text)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _A, _B = "Side A", "Side B"
 _ARMS = "Arms of this side, as elsewhere --arms."
 _DTYPE = f"Numeric mode of this side: {', '.join(DTYPES)}."
+_ENGINE = "hemiola, or transformers (in this process; it has to be installed)."
 _INVARIANT = "On a GPU, this side's tokens do not depend on what runs beside them."
 
 
@@ -40,11 +41,13 @@ def trace(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the errors per layer as SVG.")] = None,
     no_bisect: Annotated[bool, typer.Option("--no-bisect", help="Do not look for the ops that flip a token.")] = False,
+    engine_a: Annotated[str, typer.Option(help=_ENGINE, rich_help_panel=_A)] = "hemiola",
     arms_a: Annotated[
         str | None, typer.Option(parser=parse_arms, metavar="ARMS", help=_ARMS, rich_help_panel=_A)
     ] = None,
     dtype_a: Annotated[str | None, typer.Option(help=_DTYPE, rich_help_panel=_A)] = None,
     invariant_a: Annotated[bool, typer.Option("--invariant-a", help=_INVARIANT, rich_help_panel=_A)] = False,
+    engine_b: Annotated[str, typer.Option(help=_ENGINE, rich_help_panel=_B)] = "hemiola",
     arms_b: Annotated[
         str | None, typer.Option(parser=parse_arms, metavar="ARMS", help=_ARMS, rich_help_panel=_B)
     ] = None,
@@ -61,7 +64,7 @@ def trace(
     Outputs of ops and layers, recurrent and convolution states and KV are compared, with a bound from two runs of one
     side. Where the best token differs and only arms do, the smallest set of ops that flips it is looked for.
     """
-    from hemiola.evidence.trace import Side, Subject, Trace
+    from hemiola.evidence.trace import Side, Trace, run_side
     from hemiola.evidence.trace import trace as run_trace
     from hemiola.evidence.trace_plot import render_svg
 
@@ -76,7 +79,7 @@ def trace(
     if b is None:
         if isinstance(sides[0], Trace):
             raise ConfigError("this trace is stored already", found=a, where="--store")
-        run = Subject(sides[0]).run(ids, max_tokens)
+        (run,) = run_side(sides[0], ids, max_tokens)
     else:
         result = run_trace(sides[0], sides[1], ids, max_tokens, bisects=not no_bisect)
         run = result.a
@@ -96,16 +99,25 @@ def trace(
 
 
 def _side(name: str, letter: str, options: Mapping[str, Any], shared: Mapping[str, Any]) -> Side | Trace:
-    """Raises: ConfigError for settings of a stored trace."""
-    from hemiola.evidence.trace import Side, Trace
+    """Raises: ConfigError for settings of a stored trace, an unknown engine, and arms of transformers."""
+    from hemiola.evidence.trace import ENGINES, Side, Trace
 
+    engine = options[f"engine_{letter}"]
+    if engine not in ENGINES:
+        raise ConfigError("no such engine", found=engine, expected=", ".join(ENGINES), where=f"--engine-{letter}")
     own = {field: options[f"{field}_{letter}"] for field in ("arms", "dtype", "invariant")}
     own = {field: value for field, value in own.items() if value not in (None, False)}
     if name.endswith(".json"):
-        if own:
-            raise ConfigError("a stored trace has its own settings", found=", ".join(own), expected="none", where=name)
+        if own or engine != "hemiola":
+            raise ConfigError(
+                "a stored trace has its own settings", found=", ".join([*own, engine]), expected="none", where=name
+            )
         return Trace.read(Path(name))
-    return Side(name, {**shared, **own})
+    if engine == "transformers" and own.keys() - {"dtype"}:
+        raise ConfigError(
+            "transformers has no arms", found=", ".join(own), expected="dtype", where=f"--engine-{letter}"
+        )
+    return Side(name, {**shared, **own}, engine=engine)
 
 
 def _prompt(side: Side, text: str | None, file: str | None) -> list[int]:

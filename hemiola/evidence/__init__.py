@@ -5,11 +5,12 @@ It drives the ordinary LLM, or an engine over an op table that shows its calls, 
 depends on it. Whatever keeps an instrument from giving a verdict is an EvidenceError, never a pass.
 """
 
-from hemiola.evidence.capture import Server, capture, capture_from_server
+from hemiola.evidence.capture import Server, capture, capture_from_server, capture_from_transformers
 from hemiola.evidence.compare import MODES, Figures, Mode, measure
 from hemiola.evidence.gate import GateResult, Verdict, check_identity, gate
 from hemiola.evidence.golden import EvidenceError, Golden, GoldenItem, Noise
 from hemiola.evidence.identity import Identity, identify
+from hemiola.evidence.oracle import Oracle
 
 __all__ = [
     "MODES",
@@ -21,10 +22,12 @@ __all__ = [
     "Identity",
     "Mode",
     "Noise",
+    "Oracle",
     "Server",
     "Verdict",
     "capture",
     "capture_from_server",
+    "capture_from_transformers",
     "check_identity",
     "gate",
     "identify",

@@ -1,4 +1,4 @@
-"""Goldens from hemiola's own reference arm, and from a running OpenAI-compatible server."""
+"""Goldens from hemiola's own reference arm, from transformers in this process, and from a running server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from hemiola import __version__
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import TokenLogprobs
 from hemiola.evidence.compare import forced_rows, self_noise
-from hemiola.evidence.gate import numeric_mode
+from hemiola.evidence.facts import dtype_name, numeric_mode
 from hemiola.evidence.golden import EvidenceError, Golden, GoldenItem
 from hemiola.evidence.identity import Identity, identify
+from hemiola.evidence.oracle import Oracle
 from hemiola.evidence.paths import check_paths, counted
 from hemiola.llm import LLM
 
 _ID = "token_id:"
+_COMPARED = 256  # alternatives of a position, to find the decoded ones among
 _SERVED = 20  # alternatives of a prompt's token to ask a server for: vLLM's usual limit
 
 
@@ -42,10 +44,10 @@ def capture(
             GoldenItem(list(ids), output.token_ids, [row[:top_k] for row in output.logprobs or ()], None)
             for ids, output in zip(prompts, outputs, strict=True)
         ]
-        prefill = forced_rows(llm, items, "prefill", 256)
+        prefill = forced_rows(llm, items, "prefill", _COMPARED)
     check_paths(paths, "reference")
     identity = identity or identify(llm.loaded.manifest, llm.loaded.config)
-    dtype, kv_dtype = numeric_mode(llm)
+    dtype, kv_dtype = numeric_mode(llm.loaded.engine, llm.loaded.manifest)
     return Golden(
         engine=f"hemiola {__version__}",
         device=str(llm.loaded.engine.model.device),
@@ -55,6 +57,41 @@ def capture(
         items=_with_prefill(items, prefill, top_k),
         dtype=dtype,
         kv_dtype=kv_dtype,
+        config=identity.config,
+        noise=self_noise(items, prefill),
+    )
+
+
+def capture_from_transformers(
+    oracle: Oracle,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    top_k: int = 5,
+    identity: Identity | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Golden:
+    """Greedy tokens of transformers, past the end of text, one prompt at a time. identity, progress: as below.
+
+    Raises: EvidenceError when there are no prompts.
+    """
+    _need_prompts(prompts)
+    items, prefill = [], []
+    for done, ids in enumerate(prompts, start=1):
+        output_ids, rows = oracle.decode(ids, max_tokens, top_k)
+        items.append(GoldenItem(list(ids), output_ids, rows, None))
+        prefill.append(oracle.prefill(ids, output_ids, _COMPARED))
+        progress(done)
+    identity = identity or identify(oracle.manifest, oracle.config)
+    dtype = dtype_name(oracle.dtype)
+    return Golden(
+        engine=oracle.engine,
+        device=str(oracle.device),
+        mode="eager, greedy, one prompt at a time",
+        date=_today(),
+        checkpoint_sha256=identity.checkpoint_sha256,
+        items=_with_prefill(items, prefill, top_k),
+        dtype=dtype,
+        kv_dtype=dtype,
         config=identity.config,
         noise=self_noise(items, prefill),
     )

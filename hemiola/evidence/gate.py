@@ -13,13 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hemiola.evidence.compare import MODES, Figures, Fork, Mode, is_wide, measure
+from hemiola.evidence.facts import numeric_mode
 from hemiola.evidence.golden import EvidenceError, Golden, Noise
 from hemiola.evidence.identity import Identity, identify
 from hemiola.evidence.paths import Counts, check_paths, counted, describe_paths
 from hemiola.llm import LLM
-from hemiola.loading import kv_is_fp8
-
-_DTYPES = {"bfloat16": "bf16"}  # as EngineConfig calls them, where torch has another name
 
 
 class Verdict(enum.Enum):
@@ -119,7 +117,7 @@ def gate(llm: LLM, golden: Golden, modes: Sequence[Mode] = MODES, identity: Iden
     """
     loaded = llm.loaded
     check_identity(golden, identity or identify(loaded.manifest, loaded.config))
-    dtype, kv_dtype = numeric_mode(llm)
+    dtype, kv_dtype = numeric_mode(loaded.engine, loaded.manifest)
     for name, own, theirs in (("dtype", dtype, golden.dtype), ("kv_dtype", kv_dtype, golden.kv_dtype)):
         if theirs is not None and own != theirs:
             raise EvidenceError(f"another {name} than the golden's", found=own, expected=theirs, where=name)
@@ -165,13 +163,6 @@ def judge(figures: Figures, noise: Noise | None) -> Verdict:
             where="golden",
         )
     return Verdict.NOISE_PASS if all(figures.verdict(noise).values()) else Verdict.DIVERGENCE
-
-
-def numeric_mode(llm: LLM) -> tuple[str, str]:
-    """Dtypes of activations and KV cache, by the names that goldens have."""
-    name = str(llm.loaded.engine.model.dtype).removeprefix("torch.")
-    dtype = _DTYPES.get(name, name)
-    return dtype, "fp8" if kv_is_fp8(llm.loaded.engine.config, llm.loaded.manifest) else dtype
 
 
 def _fork_line(fork: Fork, noise: Noise | None) -> str:

@@ -4,9 +4,13 @@ Both sides run the same prompt and are forced on the same tokens, so that the va
 bound of a value comes from the run: NOISE_FACTOR times the largest difference that a side shows to itself, run twice,
 up to that value. Two sides of unlike numerics (arms, dtypes, invariant) round differently on top: there the bound is
 at least ROUNDING_FACTOR times the coarser dtype's epsilon times the root of the number of layers so far, as independent
-rounding errors add up, and one step of FP8 more for a value that is FP8 or a W8A8 product. Two experts that are nearly
-tied can change places by rounding alone, and then count as a departure. What is within the bound is no evidence of a
-defect, and not of its absence.
+rounding errors add up, and one step of FP8 more for a value that is FP8 or a W8A8 product; what such a value differs by
+within its bound may come back NOISE_FACTOR times in all that follows. Two engines compose their ops in other ways,
+which FOREIGN_FACTOR instead of ROUNDING_FACTOR stands for. Two experts that are nearly tied can change places by
+rounding alone, and then count as a departure. What is within the bound is no evidence of a defect, and not of its
+absence.
+
+A side can be transformers in this process (oracle.py), which runs the prompt in one piece: hemiola has to, too.
 
 Where two sides differ in arms alone, each op of A's run is asked once more on B's arm, with the same inputs and copies
 of the states (`local`): nothing adds up there, and an op that is beyond the bound is so by itself.
@@ -28,12 +32,15 @@ from typing import Any
 
 import torch
 
+from hemiola import __version__
 from hemiola.config.engine import EngineConfig
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.engine import Engine
 from hemiola.evidence.bisect import sufficient
 from hemiola.evidence.golden import EvidenceError
 from hemiola.evidence.identity import config_fields
+from hemiola.evidence.oracle import Oracle
+from hemiola.evidence.oracle_recorder import OracleRecorder
 from hemiola.evidence.paths import Counts, check_paths, describe_paths
 from hemiola.evidence.recorder import EMBEDDING, Record, Recorder, Site, Summary, TracedOps, difference
 from hemiola.loading import bind_engine, bind_model, bind_ops, kv_is_fp8, open_manifest, warm
@@ -42,24 +49,27 @@ from hemiola.ops.table import Arm
 
 NOISE_FACTOR = 2.0
 ROUNDING_FACTOR = 4.0
+FOREIGN_FACTOR = 16.0
 FORMAT = 1
+ENGINES = ("hemiola", "transformers")
 _FP8_STEP = torch.finfo(torch.float8_e4m3fn).eps
 _CODES = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One engine. settings: fields of EngineConfig."""
+    """One engine. settings: fields of EngineConfig; of transformers, dtype and device count. engine: one of ENGINES."""
 
     model: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     revision: str | None = None
+    engine: str = "hemiola"
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A run. settings: model, dtype, kv_dtype, invariant and arms (of every op). best: the best token of every output
-    position; output_ids: what the run was forced on, or chose by itself."""
+    """A run. settings: engine, model, dtype, kv_dtype, invariant and arms (of every op). best: the best token of every
+    output position; output_ids: what the run was forced on, or chose by itself."""
 
     settings: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -74,6 +84,17 @@ class Trace:
         return [_CODES.get(kind, str(kind)) for kind in self.config["layers"]]
 
     @property
+    def engine(self) -> str:
+        """One of ENGINES."""
+        name: str = self.settings.get("engine", "hemiola")  # which the first stored traces did not say
+        return name.partition(" ")[0]
+
+    @property
+    def steps(self) -> list[int]:
+        """Tokens of every step."""
+        return [record.summary.shape[0] for record in self.records if record.site.layer == EMBEDDING]
+
+    @property
     def numerics(self) -> dict[str, Any]:
         """What may change a rounding, of the ops that ran."""
         all_arms = self.settings["arms"]
@@ -84,6 +105,7 @@ class Trace:
         settings = self.settings
         invariant = ", invariant" if settings["invariant"] else ""
         ran = f"; {describe_paths(self.paths)}" if self.paths else ""
+        ran += f"; {settings['engine']}" if self.engine != "hemiola" else ""
         return f"{settings['model']}: {settings['dtype']}, KV {settings['kv_dtype']}{invariant}{ran}"
 
     def write(self, file: Path) -> None:
@@ -183,10 +205,11 @@ class TraceResult:
         if changed := sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k)):
             yield f"configurations differ in {', '.join(changed)}"
         noise = "not measured" if self.noise is None else f"{self.noise:.3g}"
-        rounding = "" if self.is_alike else f", or {ROUNDING_FACTOR:g} x epsilon x root of layers (unlike numerics)"
+        factor = _rounding_factor(self.a, self.b)
+        rounding = "" if self.is_alike else f", or {factor:g} x epsilon x root of layers (unlike numerics)"
         yield f"{len(self.differences)} values compared; noise {noise}; bound {NOISE_FACTOR:g} x noise{rounding}"
         if self.missing:
-            yield f"{len(self.missing)} values have no counterpart: {', '.join(self.missing[:4])}"
+            yield f"{len(self.missing)} values have no counterpart: {', '.join(list(dict.fromkeys(self.missing))[:4])}"
         yield f"{'layer':>5} {'kind':<10} {'outputs':>9} {'states':>9} {'bound':>9}  first departure"
         for layer, kind, differences in self.layers():
             if not differences:
@@ -272,6 +295,7 @@ class Subject:
             warm(model)
         self.engine: Engine = bind_engine(model, manifest, config, (), self.recorder)
         self.settings = {
+            "engine": f"hemiola {__version__}",
             "model": str(side.model),
             "dtype": _name(model.dtype),
             "kv_dtype": "float8_e4m3fn" if kv_is_fp8(config, manifest) else _name(model.dtype),
@@ -308,6 +332,42 @@ class Subject:
         return request.output_ids, [row[0][0] for row in request.logprobs]
 
 
+class OracleSubject:
+    """A side that transformers runs."""
+
+    def __init__(self, side: Side) -> None:
+        self._oracle = Oracle(side.model, side.settings, side.revision)
+        self._recorder = OracleRecorder(self._oracle)
+        dtype = _name(self._oracle.dtype)
+        self._settings = {
+            "engine": self._oracle.engine,
+            "model": str(side.model),
+            "dtype": dtype,
+            "kv_dtype": dtype,
+            "invariant": False,
+            "arms": {},
+        }
+
+    def run(self, prompt_ids: Sequence[int], num_tokens: int, forced: Sequence[int] | None = None) -> Trace:
+        output_ids, best, records = self._recorder.run(prompt_ids, num_tokens, forced)
+        config = config_fields(self._oracle.config)
+        return Trace(self._settings, config, prompt_ids, output_ids, best, {}, records)
+
+
+def run_side(
+    side: Side, prompt_ids: Sequence[int], num_tokens: int, forced: Sequence[int] | None = None, repeats: int = 1
+) -> list[Trace]:
+    """Runs of one engine; the later ones are forced on the tokens of the first.
+
+    Raises: EvidenceError when a run failed, or proves no path.
+    """
+    subject = OracleSubject(side) if side.engine == "transformers" else Subject(side)
+    runs = [subject.run(prompt_ids, num_tokens, forced)]
+    while len(runs) < repeats:
+        runs.append(subject.run(prompt_ids, num_tokens, runs[0].output_ids))
+    return runs
+
+
 def trace(
     a: Side | Trace, b: Side | Trace, prompt_ids: Sequence[int], num_tokens: int = 2, *, bisects: bool = True
 ) -> TraceResult:
@@ -327,10 +387,10 @@ def trace(
         if isinstance(side, Trace):
             runs.append(side)
             continue
-        run, own_noise = _run_twice(side, prompt_ids, num_tokens, forced)
+        run, again = run_side(side, prompt_ids, num_tokens, forced, repeats=2)
         gc.collect()  # one engine at a time: two may not fit
         runs.append(run)
-        noise.append(own_noise)
+        noise.append(_errors(run, again)[0])
         forced = list(run.output_ids)
     run_a, run_b = runs
     _check_alike(run_a, run_b)
@@ -346,15 +406,6 @@ def trace(
     return TraceResult(run_a, run_b, *result, flip, local)
 
 
-def _run_twice(
-    side: Side, prompt_ids: Sequence[int], num_tokens: int, forced: Sequence[int] | None
-) -> tuple[Trace, dict[Site, float]]:
-    """A run, and what a second one on the same tokens differs by."""
-    subject = Subject(side)
-    run = subject.run(prompt_ids, num_tokens, forced)
-    return run, _errors(run, subject.run(prompt_ids, num_tokens, run.output_ids))[0]
-
-
 def compare(
     a: Trace, b: Trace, noise: Sequence[Mapping[Site, float]]
 ) -> tuple[list[Difference], list[str], float | None, bool]:
@@ -363,7 +414,8 @@ def compare(
     errors, missing = _errors(a, b)
     is_alike = a.numerics == b.numerics
     epsilon = max(torch.finfo(_dtype(side.settings["dtype"])).eps for side in (a, b))
-    largest = 0.0
+    factor = _rounding_factor(a, b)
+    largest = passed_on = 0.0
     ops = [{record.site: record for record in side.records} for side in (a, b)]
     differences: list[Difference] = []
     for site, error in errors.items():
@@ -372,13 +424,19 @@ def compare(
         one, other = (of_side[site] for of_side in ops)
         if not is_alike:
             is_fp8 = one.is_fp8 or other.is_fp8 or "linear_fp8" in (one.op, other.op)
-            step = _FP8_STEP if is_fp8 else 0.0
-            bound = max(bound, ROUNDING_FACTOR * epsilon * math.sqrt(site.layer + 2) + step)
+            rounding = factor * epsilon * math.sqrt(site.layer + 2) + (_FP8_STEP if is_fp8 else 0.0)
+            bound = max(bound, rounding, NOISE_FACTOR * passed_on)
+            if is_fp8 and error <= bound:
+                passed_on = max(passed_on, error)
         op = one.op if one.op == other.op else f"{one.op}/{other.op}"
         differences.append(Difference(site, op, one.is_state, error, bound))
     if not differences:
         raise EvidenceError("nothing to compare", found="no value that both sides have", where="trace")
     return differences, missing, largest if noise else None, is_alike
+
+
+def _rounding_factor(a: Trace, b: Trace) -> float:
+    return ROUNDING_FACTOR if a.engine == b.engine else FOREIGN_FACTOR
 
 
 def _errors(a: Trace, b: Trace) -> tuple[dict[Site, float], list[str]]:
@@ -405,6 +463,22 @@ def _check_alike(a: Trace, b: Trace) -> None:
     ):
         if one != other:
             raise EvidenceError(f"the sides have other {name}", found=f"B {other}", expected=f"A {one}", where=name)
+    if a.steps != b.steps:
+        raise EvidenceError(
+            "the sides have other steps",
+            found=f"B {b.steps} tokens",
+            expected=f"A {a.steps}",
+            where="trace",
+            remedy="Set --max-num-batched-tokens: both alike, and over the prompt's length beside transformers.",
+        )
+    if ("float8" in a.settings["kv_dtype"]) != ("float8" in b.settings["kv_dtype"]):
+        raise EvidenceError(
+            "codes in one side's KV cache and values in the other's",
+            found=f"B {b.settings['kv_dtype']}",
+            expected=f"A {a.settings['kv_dtype']}",
+            where="kv_cache_dtype",
+            remedy="Set --kv-cache-dtype model.",
+        )
 
 
 def _first_flip(a: Trace, b: Trace) -> Flip | None:
@@ -416,6 +490,8 @@ def _why_not_one_engine(a: Side | Trace, b: Side | Trace, run_a: Trace, run_b: T
     """Why both sides are not one engine whose ops move between arms, or nothing."""
     if isinstance(a, Trace) or isinstance(b, Trace):
         return "a stored trace cannot be run"
+    if "transformers" in (a.engine, b.engine):
+        return "transformers has no arms"
     one, other = (dict(side.settings) | {"arms": None} for side in (a, b))
     if (a.model, a.revision, one) != (b.model, b.revision, other):
         return "the sides differ in more than arms"

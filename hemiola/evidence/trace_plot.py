@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 
+from hemiola.evidence.svg import HEAD, rule, text
 from hemiola.evidence.trace import Difference, TraceResult
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 420, 80, 150, 56, 64  # pixels
@@ -29,20 +29,19 @@ def render_svg(result: TraceResult) -> str:
         return bottom - (bottom - TOP) * (min(max(place, low), high) - low) / (high - low)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12" fill="#222"><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        _text(LEFT, 24, "Relative error per layer: the largest of all its values and steps", size=15),
+        f'<svg {HEAD} viewBox="0 0 {WIDTH} {HEIGHT}"><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        text(LEFT, 24, "Relative error per layer: the largest of all its values and steps", size=15),
     ]
     for decade in range(low, high + 1, max(1, (high - low) // 8)):
-        parts.append(_rule(LEFT, y(10.0**decade), right, "#ddd"))
-        parts.append(_text(LEFT - 8, y(10.0**decade) + 4, f"1e{decade}", anchor="end"))
+        parts.append(rule(LEFT, y(10.0**decade), right, "#ddd"))
+        parts.append(text(LEFT - 8, y(10.0**decade) + 4, f"1e{decade}", anchor="end"))
     every = -(-len(layers) // 27)
     for index, (layer, kind, _) in enumerate(layers):
         if kind in ("embedding", "head") or index % every == 0:
             name = {"embedding": "in", "head": "out"}.get(kind, str(layer))
-            parts.append(_text(x(index), bottom + 18, name, "middle"))
+            parts.append(text(x(index), bottom + 18, name, "middle"))
     parts.append(_path(bounds, x, y, "#888", "5 4"))
-    parts.append(_text(right + 12, TOP + 4, "bound (dashed)", colour="#888"))
+    parts.append(text(right + 12, TOP + 4, "bound (dashed)", colour="#888"))
     for number, ((name, colour), line) in enumerate(zip(LINES, errors, strict=True)):
         parts += [
             f'<circle cx="{x(i):.1f}" cy="{y(e):.1f}" r="3.5" fill="{colour}"/>'
@@ -51,15 +50,15 @@ def render_svg(result: TraceResult) -> str:
         ]
         if not number:
             parts.append(_path([e or 0.0 for e in line], x, y, colour))
-        parts.append(_text(right + 12, TOP + 26 + 18 * number, name, colour=colour))
+        parts.append(text(right + 12, TOP + 26 + 18 * number, name, colour=colour))
     first = result.first
     if first is not None:
         index = next(i for i, (layer, _, _) in enumerate(layers) if layer == first.site.layer)
         parts.append(
             f'<line x1="{x(index):.1f}" x2="{x(index):.1f}" y1="{TOP}" y2="{bottom}" stroke="#b02020"/>'
-            + _text(x(index), TOP - 8, f"first: {first.op} {first.site.part}", "middle", colour="#b02020")
+            + text(x(index), TOP - 8, f"first: {first.op} {first.site.part}", "middle", colour="#b02020")
         )
-    parts.append(_text((LEFT + right) / 2, bottom + 42, "layer", "middle"))
+    parts.append(text((LEFT + right) / 2, bottom + 42, "layer", "middle"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -84,12 +83,3 @@ def _path(
 ) -> str:
     points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values))
     return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-dasharray="{dash}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", *, size: int = 12, colour: str = "#222") -> str:
-    style = f'font-size="{size}" text-anchor="{anchor}" fill="{colour}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
-
-
-def _rule(left: float, y: float, right: float, colour: str) -> str:
-    return f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}"/>'

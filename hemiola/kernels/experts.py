@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hemiola.kernels.launch import capability, gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
 from hemiola.kernels.nvfp4 import (
+    TENSOR_MEMORY,
     code_bits,
     decode_words,
     per_word,
@@ -379,8 +380,6 @@ def combine_kernel(
 
 # Compute capabilities with no more than 99 KB of shared memory, where the largest tiles are buffered twice only.
 SMALL_SHARED = (86, 89, 120, 121)
-# Where decoded tiles of 128 rows are kept in tensor memory, eight of them are more than it holds.
-TENSOR_MEMORY = (100, 103)
 # By scheme. Few tokens: (up, down).
 ROW_TILES = {
     NVFP4: (RowTiles(16, 128, 4, 3), RowTiles(8, 128, 2, 3)),
@@ -437,7 +436,7 @@ def experts(
 def group_tiles(scheme: int, per_expert: float) -> GroupTiles:
     """The tile for so many pairs an expert."""
     if scheme == NVFP4 and capability() in TENSOR_MEMORY:
-        per_expert = min(per_expert, 24.0)
+        per_expert = 0.0
     tiles = next(tiles for least, tiles in reversed(GROUP_TILES[scheme]) if per_expert >= least)
     return _fitting(tiles)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.launch import (
+    capability,
     gdc_launch_dependents,
     gdc_wait,
     is_interpreted,
@@ -23,6 +24,7 @@ from hemiola.kernels.launch import (
 )
 from hemiola.kernels.nvfp4 import (
     REMAINDER,
+    TENSOR_MEMORY,
     decode_words,
     per_word,
     scale_column,
@@ -147,10 +149,27 @@ def linear_nvfp4(
             tile = many_rows if num_rows >= MANY_ROWS else few_rows
             if num_tokens <= most and nvfp4_mma.takes(x, 4 * words.shape[1], tile):
                 return nvfp4_mma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, tile)
-    dot_tile = INVARIANT if invariant else next(tile for most, tile in TILES if num_tokens <= most)
+    return in_tiles(x, words, scales, num_rows, scale, relu_squared, out_scale, invariant)
+
+
+def in_tiles(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    num_rows: int,
+    scale: float,
+    relu_squared: bool,
+    out_scale: float | None,
+    invariant: bool,
+) -> Tensor:
+    """The product by the Triton kernel, with the table's tile. Arguments as of `linear_nvfp4`."""
+    num_tokens = len(x)
+    tile = INVARIANT if invariant else next(tile for most, tile in TILES if num_tokens <= most)
+    if capability() in TENSOR_MEMORY:
+        tile = tile._replace(rows=64)
     if shared_memory() < SMALL_SHARED:
-        dot_tile = dot_tile._replace(stages=min(dot_tile.stages, 2))
-    return dot(x, words, scales, num_rows, scale, relu_squared, out_scale, dot_tile)
+        tile = tile._replace(stages=min(tile.stages, 2))
+    return dot(x, words, scales, num_rows, scale, relu_squared, out_scale, tile)
 
 
 def dot(

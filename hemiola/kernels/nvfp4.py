@@ -37,6 +37,9 @@ GROUP = 64
 TILE = 16
 """Rows and words of a tile."""
 
+TENSOR_MEMORY = (100, 103)
+"""Compute capabilities that keep decoded tiles in tensor memory: eight of more than 64 rows are more than it holds."""
+
 REMAINDER = 128.0
 """What a decoded weight has still to be multiplied with, besides the tensor's scale."""
 

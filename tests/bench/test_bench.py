@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hemiola.bench import Cell, cell
-from hemiola.bench.machine import BusyWindow, Nvml, copy_bandwidth
-from hemiola.bench.run import BenchOptions, engine_config
+from hemiola.bench import Cell, Observation, WindowError, cell
+from hemiola.bench.cells import SHORT_OUTPUT, Driver, Run, measure
+from hemiola.bench.machine import copy_bandwidth, source_facts
+from hemiola.bench.run import BenchOptions, engine_config, run_bench
 from hemiola.bench.trace import covered
 from hemiola.bench.traffic import decode_traffic, distinct_experts
 from hemiola.cli import app
+from hemiola.cli.ending import FAILED
 from hemiola.errors import ConfigError
+from hemiola.evidence.records import read
 from hemiola.simulate.geometry import Geometry
 from hemiola.synthetic import geometry, open_synthetic
 
@@ -31,7 +33,7 @@ SMALL = [
     "--prefill",
     "2x40",
     "--steps",
-    "3",
+    "64",  # long enough not to drown in what else the machine does
     "--repeats",
     "2",
     "--arms",
@@ -54,9 +56,11 @@ def document() -> dict[str, Any]:
 def test_every_cell_is_measured(document: dict[str, Any]) -> None:
     assert [row["cell"] for row in document["cells"]] == ["decode 1 x 24", "decode 3 x 8", "prefill 2 x 40"]
     for row in document["cells"][:2]:
-        assert row["output_tokens"] == [16, 19]
+        assert row["output_tokens"] == [16, 80]
         assert len(row["samples_ms"]) == 2
         assert row["tokens_per_s"] == pytest.approx(1000 * row["batch"] / row["ms_per_step"])
+        assert 0 < row["first_token_s"] < row["whole_run_s"]
+        assert len(row["samples_first_token_s"]) == 4
         assert row["fraction_of_copy"] == pytest.approx(row["bytes_per_s"] / document["copy"]["bytes_per_s"])
     assert document["cells"][2]["tokens_per_s"] == pytest.approx(80 / document["cells"][2]["seconds"])
 
@@ -84,11 +88,19 @@ def test_the_conditions_name_what_ran(document: dict[str, Any]) -> None:
     conditions = document["conditions"]
     assert torch.__version__.startswith(conditions["versions"]["torch"].partition("+")[0])
     assert conditions["versions"]["commit"]
-    assert (conditions["repeats"], conditions["dtype"], conditions["settings"]["kv_cache_dtype"]) == (
-        2,
-        "bfloat16",
-        "model",
-    )
+    assert (conditions["repeats"], conditions["seed"]) == (2, 1)
+    engine = document["engine"]
+    assert (engine["dtype"], engine["kv_dtype"], engine["prefix_caching"]) == ("bf16", "bf16", False)
+    assert set(engine["arms"].values()) == {"reference"}
+    assert document["model"]["name"] == "lightning-30b-tiny"
+    assert document["model"]["checkpoint_sha256"] is None
+    assert "routed experts: W4A16_NVFP4" in document["model"]["stored"]
+
+
+def test_what_nothing_vouches_for_says_so_first(document: dict[str, Any]) -> None:
+    assert document["gate"] == "UNGATED: no folder of records was given to look for a gate"
+    assert [next(iter(row)) for row in document["cells"]] == ["gate"] * 3
+    assert all(row["gate"].startswith("UNGATED") for row in document["cells"])
 
 
 def test_routing_is_reported_beside_its_expectation(document: dict[str, Any]) -> None:
@@ -107,7 +119,7 @@ def test_a_checkpoint_is_measured_too_and_the_document_goes_where_it_is_sent(tmp
         "--batch",
         "2x8",
         "--steps",
-        "2",
+        "64",
         "--repeats",
         "1",
         "--json",
@@ -158,7 +170,30 @@ def test_bytes_of_a_step_are_those_of_the_published_accounting() -> None:
 
 
 def test_time_covered_by_overlapping_kernels_is_counted_once() -> None:
-    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (6.0, 6.5)]) == (7.0, 5.0)
+    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (6.0, 6.5)], (0.0, 7.0)) == 5.0
+    kernels = [(0.0, 10.0), (5.0, 15.0), (20.0, 25.0)]
+    assert covered(kernels, (0.0, 30.0)) == 20.0
+
+
+def test_time_covered_outside_of_the_window_does_not_count() -> None:
+    prefill, crossing, inside, after = (-40.0, -3.0), (-2.0, 4.0), (10.0, 12.0), (28.0, 35.0)
+    assert covered([prefill, crossing, inside, after], (0.0, 30.0)) == 4.0 + 2.0 + 2.0
+    assert covered([prefill, (31.0, 32.0)], (0.0, 30.0)) == 0.0
+
+
+def test_the_sources_are_known_without_a_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "hemiola"
+    (package / "kernels").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    kernel = package / "kernels" / "k.cu"
+    kernel.write_text("one")
+    monkeypatch.setattr("hemiola.__file__", str(package / "__init__.py"))
+    before = source_facts()
+    assert (before["commit"], before["is_dirty"]) == (None, None)
+    (package / "notes.txt").write_text("does not compute")
+    assert source_facts() == before
+    kernel.write_text("two")
+    assert source_facts()["sha256"] != before["sha256"]
 
 
 def test_copying_is_measured_in_bytes_read_and_written() -> None:
@@ -166,14 +201,40 @@ def test_copying_is_measured_in_bytes_read_and_written() -> None:
     assert copies["bytes_per_s"] == max(copies["all"].values()) > 1e8
 
 
-def test_a_busy_window_reports_what_it_sampled() -> None:
-    readings = iter([(40, 1980, 300.0), (60, 1900, 500.0)] * 100)
-    with BusyWindow(SimpleNamespace(problem=None, sample=lambda: next(readings))) as window:
-        time.sleep(0.4)
-    result = window.result()
-    assert result["samples"] >= 2
-    assert 0.4 <= result["busy"] <= 0.6
-    assert (result["busy_min"], result["sm_clock_mhz"]) == (0.4, [1900, 1980])
-    with BusyWindow(Nvml(torch.device("cpu"))) as window:
-        pass
-    assert window.result() == {"busy": None, "why": "no GPU"}
+def test_a_longer_run_that_took_no_longer_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(driver: Driver, prompts: list[list[int]], num_output: int) -> Run:
+        return Run(2.0 if num_output == SHORT_OUTPUT else 1.5, 0.1, [])
+
+    monkeypatch.setattr(Driver, "run", run)
+    driver = Driver(SimpleNamespace(vocab_size=100), lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(WindowError, match=r"negative or empty.*-125, -125 ms per step.*--steps"):
+        measure(driver, cell("decode", "1x8", 4), repeats=2)
+
+
+def test_a_cell_without_a_figure_is_told_and_ends_in_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rest of the run is reported; the cell is VOID in the records."""
+
+    def refuse(driver: Driver, cell: Cell, repeats: int) -> dict[str, Any]:
+        if cell.batch == 1:
+            raise WindowError("the decode window is negative")
+        return measure(driver, cell, repeats)
+
+    def observed(command: list[str], *others: object) -> Observation:
+        values = json.loads(command[-1])
+        cells = tuple(Cell(**values) for values in values["cells"])
+        options = BenchOptions(values["model"], values["synthetic"], cells, 1, settings=values["settings"])
+        return Observation(run_bench(options))
+
+    monkeypatch.setattr("hemiola.bench.run.measure", refuse)
+    monkeypatch.setattr("hemiola.bench.observe", observed)
+    file = tmp_path / "bench.json"
+    result = CliRunner().invoke(
+        app,
+        ["bench", "--synthetic", "lightning-30b-tiny", *SMALL, "--record", str(tmp_path), "--json", str(file)],
+    )
+    assert result.exit_code == FAILED, result.output
+    assert "NO FIGURE decode 1 x 24: the decode window is negative" in result.stderr
+    assert "UNGATED decode 3 x 8" in result.stderr
+    marks = [list(record.claim.marks) for record in read(tmp_path).records]
+    assert marks == [["UNGATED", "VOID"], ["UNGATED"], ["UNGATED"]]
+    assert read(tmp_path).records[0].claim.figures == []

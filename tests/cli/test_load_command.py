@@ -19,6 +19,8 @@ from hemiola.cli import app
 from hemiola.cli.ending import REFUSED
 from hemiola.config.engine import EngineConfig
 from hemiola.errors import ConfigError
+from hemiola.evidence.comparison import why_not
+from hemiola.evidence.records import read
 from hemiola.front import Front
 from hemiola.load import LoadOptions, percentile, plan_requests
 from hemiola.loading import load
@@ -88,6 +90,24 @@ def test_the_table_and_clients_that_leave(server: Live, key_file: Path) -> None:
     result = run(server.url, "--api-key-file", key_file, "--num-requests", 4, "--concurrency", 2, *SMALL)
     assert "4 finished" in result.stdout
     assert "first token" in result.stdout
+
+
+def test_a_second_run_with_a_warm_cache_is_not_compared_with_the_first(
+    server: Live, key_file: Path, tmp_path: Path
+) -> None:
+    """The same prompts twice: the second time, the server's prefix cache knows them."""
+    command = [server.url, "--api-key-file", key_file, "--concurrency", 2, "--num-requests", 4, "--prompt-words", 60]
+    command += ["--output-tokens", 4, "--ignore-eos", "--seed", 77, "--record", tmp_path, "--server-device", "a CPU"]
+    for _ in range(2):
+        assert run(*command).exit_code == 0
+    cold, warm = (record.claim for record in read(tmp_path).records)
+    assert (cold.more["cached_tokens"], warm.more["cached_tokens"] > 0) == (0, True)
+    assert list(cold.marks) == ["UNGATED"]
+    assert "cache state differs: cached 0.0% of prompt tokens, " in why_not(cold, warm)
+    assert why_not(cold, cold) == ""
+    assert "hardware is not stated" in why_not(cold, replace(warm, machine={**warm.machine, "device": None}))
+    assert [figure.value is not None for figure in cold.figures] == [True] * len(cold.figures)
+    assert "key" not in {str(value) for value in cold.workload.values()}
 
 
 def test_errors_are_counted_not_hidden(server: Live, key_file: Path) -> None:

@@ -26,7 +26,7 @@ from hemiola.config.engine import EngineConfig
 from hemiola.evidence import EvidenceError
 from hemiola.evidence.bisect import sufficient
 from hemiola.evidence.recorder import Record, Site, difference, summarise
-from hemiola.evidence.trace import ROUNDING_FACTOR, Side, Subject, Trace, TraceResult, trace
+from hemiola.evidence.trace import FOREIGN_FACTOR, ROUNDING_FACTOR, Side, Subject, Trace, TraceResult, trace
 from hemiola.evidence.trace_plot import render_svg
 from hemiola.ops import KeptForms, Ops, table
 from tests.support.damage import change_json, change_tensors
@@ -34,6 +34,7 @@ from tests.support.damage import change_json, change_tensors
 PATTERN = "ME*-ME*"
 PROMPT = [5, 7, 11, *range(20, 60)]
 SETTINGS: dict[str, Any] = {"cache_bytes": 16 << 20, "max_model_len": 256, "max_num_batched_tokens": 32}
+WHOLE = {"max_num_batched_tokens": 256}  # a prompt in one piece
 Change = Callable[..., Any]  # of the op's own function and its arguments
 
 
@@ -113,6 +114,12 @@ def short_history(run: Change, x: Tensor, weight: Tensor, bias: Any, state: Tens
     return out
 
 
+def forgetful(run: Change, *args: Any) -> Any:
+    y = run(*args)
+    args[7][args[8].long()] *= 0.5
+    return y
+
+
 def ignore_kv_scale(run: Change, *args: Any) -> Any:
     return run(*args[:5], 1.0, args[6])
 
@@ -154,12 +161,6 @@ def test_an_ignored_kv_scale_is_found_in_the_cache(tiny_folder: Callable[..., Pa
 
 def test_a_state_departs_alone(folder: Path, toy: Callable[..., None]) -> None:
     """A state that is wrong after the last token of the prompt, which nobody reads any more."""
-
-    def forgetful(run: Change, *args: Any) -> Any:
-        y = run(*args)
-        args[7][args[8].long()] *= 0.5
-        return y
-
     toy(ssd_scan=second(forgetful))
     result = on_both_arms(folder, num_tokens=1, max_num_batched_tokens=256)
     departed = [d for d in result.differences if d.departs]
@@ -240,6 +241,94 @@ def test_a_stored_trace_stands_for_its_side(folder: Path, toy: Callable[..., Non
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(EvidenceError, match="no stored trace"):
         Trace.read(tmp_path / "a.json")
+
+
+def test_dtypes_as_sides(folder: Path, tmp_path: Path) -> None:
+    """bf16 beside float32 departs by less than its rounding explains; a defect that is larger is found through it."""
+    one, other = (Side(str(folder), {**SETTINGS, "dtype": dtype}) for dtype in ("float32", "bf16"))
+    result = trace(one, other, PROMPT[:8])
+    assert (result.first, result.is_alike, result.noise) == (None, False, 0.0)
+    assert max(d.error for d in result.differences) > 1e-3
+    assert {d.site.part for d in result.differences if d.is_state and d.error > 0} >= {"ssm_state", "k_cache"}
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    change_tensors(broken, lambda tensors: tensors["backbone.layers.2.mixer.o_proj.weight"].mul_(1.2))
+    first = trace(one, replace(other, model=str(broken)), PROMPT[:8]).first
+    assert first is not None
+    assert (first.op, first.site.layer) == ("linear", 2)
+
+
+def foreign(model: Path, **settings: Any) -> TraceResult:
+    """transformers beside hemiola's device arm, the prompt in one piece."""
+    whole = {**SETTINGS, **WHOLE, "arms": "device", **settings}
+    return trace(Side(str(model), {"dtype": "float32"}, engine="transformers"), Side(str(model), whole), PROMPT)
+
+
+def test_transformers_as_a_side(folder: Path, toy: Callable[..., None], tmp_path: Path) -> None:
+    toy()
+    result = foreign(folder)
+    assert (result.first, result.is_alike, result.noise, result.flip) == (None, False, 0.0, None)
+    assert {d.site.part for d in result.differences if d.is_state} == {"conv_state", "ssm_state", "k_cache", "v_cache"}
+    compared = {(d.site.layer, d.op) for d in result.differences}
+    assert {op for layer, op in compared if layer == 4} == {
+        *("rms_norm", "linear", "causal_conv1d", "ssd_scan", "gated_rms_norm", "layer"),
+        *("causal_conv1d_update", "ssd_update"),
+    }
+    assert {op for layer, op in compared if layer == 5} == {
+        *("rms_norm", "linear", "router_logits", "moe_route", "moe_experts", "layer")
+    }
+    assert {place.split()[0] for place in result.missing} == {"rms_norm", "causal_conv1d", "causal_conv1d_update"} | {
+        *("moe_route", "sample"),
+    }
+    assert "transformers 5." in next(result.lines())
+    result.a.write(tmp_path / "stored.json")
+    stored = trace(Trace.read(tmp_path / "stored.json"), Side(str(folder), {**SETTINGS, **WHOLE}), [])
+    assert (stored.first, stored.a.engine) == (None, "transformers")
+    with pytest.raises(EvidenceError, match=r"other steps.*max-num-batched-tokens"):
+        foreign(folder, max_num_batched_tokens=32)
+    with pytest.raises(EvidenceError, match=r"codes in one side's KV cache.*kv-cache-dtype model"):
+        foreign(folder, kv_cache_dtype="fp8")
+
+
+def test_a_code_on_the_other_side_of_a_border_is_no_departure(seeded_checkpoint: Callable[[str], Path]) -> None:
+    """W8A8: one e4m3 code that rounds the other way moves all that follows by more than float32 rounding does."""
+    model = str(seeded_checkpoint("lightning"))
+    own = Side(model, {**SETTINGS, **WHOLE, "dtype": "float32"})
+    result = trace(Side(model, {"dtype": "float32"}, engine="transformers"), own, PROMPT)
+    assert result.first is None, list(result.lines())
+    assert {d.op for d in result.differences} >= {"linear/linear_fp8", "linear/linear_nvfp4"}
+    rounding = FOREIGN_FACTOR * torch.finfo(torch.float32).eps * math.sqrt(13)
+    assert max(d.error for d in result.differences if d.op == "layer") > rounding
+
+
+def test_transformers_with_experts_in_a_latent_space(
+    tiny_folder: Callable[..., Path], toy: Callable[..., None]
+) -> None:
+    toy()
+    result = foreign(tiny_folder("ME*", overrides={"moe_latent_size": 32}))
+    assert result.first is None
+    labels = {d.site.label.rpartition(".")[2] for d in result.differences}
+    assert {"fc1_latent_proj", "fc2_latent_proj", "moe_experts"} <= labels
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "layer", "part"),
+    [
+        ("gated_rms_norm", lambda: gate_after_norm, 4, "output"),
+        ("moe_experts", lambda: wrong_expert, 5, "output"),
+        ("moe_route", lambda: lambda run, logits, bias, *args: run(logits, 0 * bias, *args), 5, "output"),
+        ("causal_conv1d", lambda: short_history, 4, "conv_state"),
+        ("ssd_scan", lambda: forgetful, 4, "ssm_state"),
+        ("paged_attention_prefill", lambda: lambda run, q, *args: run(q.flip(1), *args), 6, "output"),
+    ],
+)
+def test_a_defect_is_found_beside_transformers(
+    folder: Path, toy: Callable[..., None], op: str, change: Callable[[], Change], layer: int, part: str
+) -> None:
+    toy(**{op: second(change())})
+    first = foreign(folder).first
+    assert first is not None
+    assert (first.op, first.site) == (op, Site(0, layer, op, part))
 
 
 def test_other_models_are_refused(folder: Path, tiny_folder: Callable[..., Path]) -> None:
@@ -369,7 +458,13 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     alone = CliRunner().invoke(app, ["trace", str(folder), *ids, "--store", stored, "--dtype-a", "bf16"])
     assert alone.exit_code == 0, alone.output
     assert Trace.read(Path(stored)).settings["dtype"] == "bfloat16"
+    beside = CliRunner().invoke(app, ["trace", str(folder), str(folder), *ids, "--engine-b", "transformers"])
+    assert beside.exit_code == 0, beside.output
+    assert "transformers 5." in beside.stdout
     for refused in (
+        ["trace", str(folder), str(folder), *ids, "--engine-b", "nobody"],
+        ["trace", str(folder), str(folder), *ids, "--engine-b", "transformers", "--arms-b", "reference"],
+        ["trace", stored, str(folder), "--engine-a", "transformers"],
         ["trace", str(folder), *ids],
         ["trace", stored, str(folder), *ids],
         ["trace", stored, str(folder), "--dtype-a", "bf16"],
