@@ -49,12 +49,12 @@ MANY_ROWS = 1 << 15
 TILES = (
     (16, DotTile(64, 16, 128, 5, 4, 264)),
     (32, DotTile(64, 32, 128, 4, 4, 264)),
-    (64, DotTile(64, 64, 128, 4, 4, 264)),
+    (64, DotTile(64, 64, 128, 4, 8, 264)),
     (128, DotTile(128, 64, 128, 4, 8, 264)),
     (512, DotTile(128, 128, 128, 3, 8, 132)),
     (1 << 31, DotTile(256, 128, 128, 3, 8)),
 )
-SMALL_SHARED = 128 << 10  # a GPU with less has room for two stages only
+SMALL_SHARED = 128 << 10  # a GPU with less has room for two stages of a smaller tile only
 INVARIANT = DotTile(64, 64, 128, 4, 4)
 
 
@@ -166,9 +166,10 @@ def in_tiles(
     num_tokens = len(x)
     tile = INVARIANT if invariant else next(tile for most, tile in TILES if num_tokens <= most)
     if capability() in TENSOR_MEMORY:
-        tile = tile._replace(rows=64)
+        tile = tile._replace(rows=64, tokens=min(tile.tokens, 64))
     if shared_memory() < SMALL_SHARED:
-        tile = tile._replace(stages=min(tile.stages, 2))
+        tokens = min(tile.tokens, 64)
+        tile = DotTile(min(tile.rows, 128), tokens, 128, min(tile.stages, 2), max(4, tokens // 8), tile.programs)
     return dot(x, words, scales, num_rows, scale, relu_squared, out_scale, tile)
 
 

@@ -117,8 +117,8 @@ def test_splits_add_up_in_their_order_and_leave_the_tickets_as_they_were() -> No
 def test_nothing_is_split_without_need() -> None:
     device = torch.device("cpu")
     assert split_k.split(SMALL, 70, 3, 320, device).grid == (3, 1, 1)
-    assert split_k.split(SPLIT._replace(programs=5), 70, 3, 320, device).grid == (3, 1, 1)
-    assert split_k.split(SPLIT._replace(programs=900), 70, 3, 320, device).grid == (3, 1, 5)  # each gets a step
+    assert split_k.split(SMALL._replace(programs=5), 70, 3, 320, device).grid == (3, 1, 1)
+    assert split_k.split(SMALL._replace(programs=900), 70, 3, 320, device).grid == (3, 1, 5)  # each gets a step
 
 
 def test_long_rows_are_streamed_in_larger_pieces_or_not_at_all() -> None:

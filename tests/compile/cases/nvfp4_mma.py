@@ -9,19 +9,19 @@ import torch
 
 from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import ExpertWeights
-from hemiola.kernels.linear_nvfp4 import MMA_TILES
+from hemiola.kernels.linear_nvfp4 import MMA_TILES, linear_nvfp4
 from hemiola.kernels.nvfp4 import words_per_row
-from hemiola.kernels.nvfp4_mma import DIRECT, GROUP_TILES, RowsTile
+from hemiola.kernels.nvfp4_mma import DIRECT, GROUP_TILES
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def linear(tokens: int, rows: int, columns: int, tile: RowsTile) -> object:
+def linear(tokens: int, rows: int, columns: int) -> object:
     size = words_per_row(columns)
     words, scales = (empty(rows, n, dtype=torch.int32) for n in (size, size // 8))
-    return nvfp4_mma.linear(empty(tokens, columns), words, scales, rows, 0.1, True, None, tile)
+    return linear_nvfp4(empty(tokens, columns), words, scales, rows, 0.1, True)
 
 
 def bank(experts: int, rows: int, columns: int) -> ExpertWeights:
@@ -40,9 +40,9 @@ def experts(tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) 
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
-    for tokens, few_rows, many_rows in MMA_TILES:
-        yield f"shared-up-{tokens}", partial(linear, tokens, 3712, 2688, few_rows)
-        yield f"lm-head-{tokens}", partial(linear, tokens, 131072, 2688, many_rows)
+    for tokens, _, _ in MMA_TILES:
+        yield f"shared-up-{tokens}", partial(linear, tokens, 3712, 2688)
+        yield f"lm-head-{tokens}", partial(linear, tokens, 131072, 2688)
     for tokens in range(1, len(DIRECT) + 1):
         yield f"experts-{tokens}", partial(experts, tokens, 6, 128, 2688, 1856)
     for most, _ in GROUP_TILES:
