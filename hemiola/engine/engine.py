@@ -114,6 +114,7 @@ class Engine:
         self.notes = (*self.plan.notes, *self.runner.graph_notes)
         self.overlaps = config.overlap and model.device.type == "cuda"
         self._in_flight: _Step | None = None
+        self._outputs: list[StepOutput] = []  # what the next step returns: where one fails, not lost
         self.sampler = Sampler(model.ops, self.vocab_size, tuple(sorted(self.eos_token_ids)))
         self.requests: dict[str, Request] = {}
         self._num_added = 0
@@ -195,16 +196,18 @@ class Engine:
         before, self._in_flight = self._in_flight, None
         try:
             step = self._launch()
-            outputs = self._collect(before) if before else []
+            if before is not None:
+                self._outputs += self._collect(before)
             if step is not None:
                 self._complete(step)
+                if step.must_collect or not self.overlaps:
+                    self._outputs += self._collect(step)
+                else:
+                    self._in_flight = step
         except BaseException:
             self._distrust()
             raise
-        if step is not None and (step.must_collect or not self.overlaps):
-            outputs += self._collect(step)
-        else:
-            self._in_flight = step
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _launch(self) -> _Step | None:
@@ -274,19 +277,15 @@ class Engine:
             offset += row.num_tokens
         for place, index in enumerate(step.due):
             request = step.rows[index].request
-            request.num_pending = 0
+            request.num_pending, num_before = 0, len(request.output_ids)
             if request.is_finished:
                 continue
             if place in step.faults:
                 self._fail(request, step.faults[place])
                 continue
-            token = self.sampler.settle(request, sampled[place])
-            if request.params.logprobs is not None:
-                assert launched.logits is not None, "a row is due without logits"
-                self._for(request, partial(self._add_logprobs, request, launched.logits[place : place + 1], token))
-            if not request.is_finished:
-                new_ids[index] = [token]
-                self._append(request, token)
+            logits = None if launched.logits is None else launched.logits[place : place + 1]
+            self._for(request, partial(self._take, request, sampled[place], logits))
+            new_ids[index] = request.output_ids[num_before:]
         self._last_progress_s = time.monotonic()
         return [StepOutput(row.request, new_ids.get(index, [])) for index, row in open_rows]
 
@@ -314,6 +313,14 @@ class Engine:
         tokens = request.tokens_between(request.num_computed, end)
         tokens += [PENDING] * (row.num_tokens - len(tokens))
         return BatchRow(tokens, request.num_computed, request.blocks, request.state_slot, row.marks, row.is_prompt)
+
+    def _take(self, request: Request, sampled_id: int, logits: torch.Tensor | None) -> None:
+        """Give a request its next id. logits: (1, vocab), which it was drawn from."""
+        token = self.sampler.settle(request, sampled_id)
+        if request.params.logprobs is not None:
+            assert logits is not None, "a row is due without logits"
+            self._add_logprobs(request, logits, token)
+        self._append(request, token)
 
     def _append(self, request: Request, token: int) -> None:
         """Add a sampled token and end the request where it has to end."""

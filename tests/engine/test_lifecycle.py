@@ -13,6 +13,7 @@ import torch
 
 from hemiola import LLM, SamplingParams
 from hemiola.engine.request import FinishReason, Request, RequestStatus
+from hemiola.engine.runner import Ids
 from hemiola.errors import RequestError
 from tests.support.witness import poison
 
@@ -98,6 +99,41 @@ def test_an_error_is_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert request.finish_reason is FinishReason.ERROR
     assert isinstance(request.error, RequestError)
     assert str(request.error) == "request-0.0: ZeroDivisionError: division by zero"
+
+
+def test_a_request_whose_id_cannot_be_settled_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [ids(20, seed) for seed in range(3)]
+    expected = [output.outputs[0].token_ids for output in engine_of(folder).generate(prompts, PARAMS)]
+    llm = engine_of(folder)
+    sampler = llm.loaded.engine.sampler
+    original = sampler.settle
+
+    def settle(request: Request, sampled_id: int) -> int:
+        if request.request_id == "request-1.0" and len(request.output_ids) == 2:
+            raise RuntimeError("an id nobody foresaw")
+        return original(request, sampled_id)
+
+    monkeypatch.setattr(sampler, "settle", settle)
+    outputs = [output.outputs[0] for output in llm.generate(prompts, PARAMS)]
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert [output.token_ids for output in outputs] == [expected[0], expected[1][:2], expected[2]]
+    finish(llm)
+
+
+def test_ids_that_do_not_arrive_are_drawn_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [ids(20, seed) for seed in range(3)]
+    expected = [output.outputs[0].token_ids for output in engine_of(folder).generate(prompts, PARAMS)]
+    llm = engine_of(folder)
+    answers = [llm.front.add(prompt, PARAMS) for prompt in prompts]
+    for _ in range(3):
+        llm.front.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Ids, "tolist", lambda _: (_ for _ in ()).throw(RuntimeError("device lost")))
+        with pytest.raises(RuntimeError, match="device lost"):
+            llm.front.step()
+    llm.loaded.engine.check_integrity()
+    finish(llm)
+    assert [answer.choices[0].request.output_ids for answer in answers] == expected
 
 
 @pytest.mark.parametrize("at", [0, 2, 5])
