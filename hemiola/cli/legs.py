@@ -60,7 +60,8 @@ def legs(
     """Measure engines that differ in arms alone: a table of medians, spread and gate verdicts, and what differs.
 
     Every run is one process of `hemiola bench`, strict, whose counters have to show the leg's arms; a leg that cannot
-    is VOID (status 1, as is a red gate). What changes its sign between repeats is no difference.
+    is VOID (status 1, as is a red gate). What changes its sign between repeats, or lies among the other's times, is no
+    difference.
     """
     from hemiola.evidence.legs import Processes, run_legs
     from hemiola.loading import shipped_model

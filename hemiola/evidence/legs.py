@@ -2,8 +2,9 @@
 
 A run is `hemiola bench` and nothing else; its document says what was measured and, by counters, what ran. The order
 turns round from repeat to repeat (a b, b a, a b, ...), so that a drift of the machine falls on all legs alike. Two legs
-are compared repeat by repeat: a difference counts where it has the same sign in all of them, and is no difference
-otherwise. A leg whose runs do not prove its arms is void, and has no figures.
+are compared repeat by repeat: a difference counts where it has the same sign in all of them and no time of the one lies
+among the other's, and is no difference otherwise: of two equal legs, one in ten would show one by chance with three
+repeats. A leg whose runs do not prove its arms is void, and has no figures.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hemiola.evidence.records import Claim, Figure, Mark
 from hemiola.ops import Path as OpPath
 from hemiola.ops.table import OTHERS
 
-FEWEST = 2  # repeats that a difference needs: of one repeat, nobody knows the spread
+FEWEST = 3  # repeats that a difference needs
 UNGATED = "UNGATED"
 
 
@@ -73,13 +74,15 @@ class Gated:
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A leg against the first one in one cell. deltas_ms: its time less the first leg's, repeat by repeat.
-    declined: why they are not compared; then there are no deltas."""
+    overlaps: whether some time of the one lies among the other's. declined: why they are not compared; then there are
+    no deltas."""
 
     leg: str
     base: str
     cell: str
     deltas_ms: Sequence[float] = ()
     ratio: float | None = None
+    overlaps: bool = False
     declined: str = ""
 
     @property
@@ -87,6 +90,8 @@ class Difference:
         """slower, faster, no difference or declined."""
         if self.declined:
             return "declined"
+        if self.overlaps:
+            return "no difference"
         if all(delta > 0 for delta in self.deltas_ms):
             return "slower"
         return "faster" if all(delta < 0 for delta in self.deltas_ms) else "no difference"
@@ -98,7 +103,9 @@ class Difference:
             return f"{begin}: {self.declined}"
         told = ", ".join(f"{delta:+.3f}" for delta in self.deltas_ms)
         if self.verdict == "no difference":
-            return f"{begin}: its sign changes between repeats ({told} ms)"
+            has_both = min(self.deltas_ms) <= 0 <= max(self.deltas_ms)
+            why = "its sign changes between repeats" if has_both else "the times of both overlap"
+            return f"{begin}: {why} ({told} ms)"
         return f"{begin} by {statistics.median(self.deltas_ms):+.3f} ms, {self.ratio:.3f} times ({told})"
 
 
@@ -141,7 +148,9 @@ class LegsResult:
                     continue
                 own, theirs = ([run.ms for run in self.of(name, cell)] for name in (leg, base))
                 deltas = [a - b for a, b in zip(own, theirs, strict=True)]
-                yield Difference(leg, base, cell, deltas, statistics.median(own) / statistics.median(theirs))
+                ratio = statistics.median(own) / statistics.median(theirs)
+                overlaps = max(min(own), min(theirs)) <= min(max(own), max(theirs))
+                yield Difference(leg, base, cell, deltas, ratio, overlaps)
 
     def _why_not(self, one: str, other: str, cell: str) -> str:
         """Why two legs are not compared, or nothing."""
@@ -151,8 +160,8 @@ class LegsResult:
             if shaken := next((run.unsteady for run in self.of(leg, cell) if run.unsteady), ""):
                 return f"leg {leg} ran on an unsteady machine ({shaken})"
         runs = [run for run in self.runs if run.leg in (one, other)]
-        if len(self.of(one, cell)) < FEWEST:
-            return "one repeat shows no spread"
+        if (repeats := len(self.of(one, cell))) < FEWEST:
+            return f"{repeats} of at least {FEWEST} repeats"
         if any(run.machine != runs[0].machine for run in runs):
             return "the machine is not the same in all runs"
         if len({run.replays_graphs for run in runs}) > 1:
