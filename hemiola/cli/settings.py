@@ -34,6 +34,7 @@ def engine_option(field: str, help: str, *names: str, **more: Any) -> Any:
 
 def _option(owner: type, field: str, help: str, names: tuple[str, ...], **more: Any) -> Any:
     default = {f.name: f.default for f in fields(owner)}[field]
+    names = names or (f"--{field.replace('_', '-')}",)  # said, since typer 0.27 takes a metavar for a parsed one's name
     shown = str(default) if isinstance(default, str | int | float) and not isinstance(default, bool) else False
     return typer.Option(*names, help=help, show_default=shown, **more)
 

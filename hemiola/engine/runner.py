@@ -157,6 +157,7 @@ class Runner:
                 batch = ForwardBatch.build([row], self._block_size, chunk_size=self.model.config.chunk_size or 1)
                 self._step(batch.placed(self._stage.place))
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of the largest step's activations
 
     def _step(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, the logits of the first rows, one each, and their best ids, which are remembered."""
@@ -191,7 +192,9 @@ class Runner:
         width = table_width(num_blocks, self._max_blocks)
         key = (num_rows, width)
         if key not in self._graphs:
-            start, before = time.perf_counter(), torch.cuda.memory_reserved()
+            start = time.perf_counter()
+            torch.cuda.empty_cache()  # as a capture does itself
+            before = torch.cuda.memory_reserved()
             self._graphs[key] = self._captured(num_rows, width)
             self.capture_seconds += time.perf_counter() - start
             self.graph_bytes += torch.cuda.memory_reserved() - before
