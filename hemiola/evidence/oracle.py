@@ -12,7 +12,8 @@ it, or with one of another interface, an EvidenceError says what to install.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,22 +170,35 @@ def _load(package: Any, folder: Path, manifest: Manifest, dtype: torch.dtype) ->
                     where=module.name,
                 )
             input_scales[module.name] = weight.input_scale
-    package.logging.set_verbosity_error()
-    package.utils.logging.disable_progress_bar()
-    model, report = package.NemotronHForCausalLM.from_pretrained(
-        None,
-        config=own,
-        state_dict=tensors,
-        dtype=dtype,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        output_loading_info=True,
-    )
+    with _quiet(package.utils.logging):
+        model, report = package.NemotronHForCausalLM.from_pretrained(
+            None,
+            config=own,
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
     if left := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise EvidenceError("transformers does not take the checkpoint as it is", found=left, where="oracle")
     for name, scale in input_scales.items():
         model.get_submodule(transformers_name(name)).register_forward_pre_hook(_rounding(scale))
     return model.eval(), input_scales
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """transformers without its bar (which switches the hub's off, too) and warnings, and then as it was."""
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def transformers_name(name: str) -> str:

@@ -6,7 +6,8 @@ Knows files and tensors; knows no model and no scheme.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _WIDE_DTYPES = {
     **{"I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64},
     **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
 }
+_READERS = 16  # of scalars, most of whose time is the disk's
 _REMEDY = "Download or copy the checkpoint again, all shards and the index from the same revision."
 
 
@@ -72,6 +74,28 @@ class Checkpoint:
         problems.raise_if_any(folder, _REMEDY)
         unread = {file.name for file in folder.glob("*.safetensors")} - set(names)
         return cls(folder, headers, tuple(sorted(unread)), {folder / name: _map_file(folder / name) for name in names})
+
+    def scalars(self, names: Sequence[str]) -> list[float]:
+        """Tensors of one element as numbers, in the order of `names`.
+
+        A large checkpoint has thousands, each on a page of its own: they are read side by side, in the files' order,
+        because mapped ones would wait for the disk one by one.
+
+        Raises: KeyError for a name that is not in `headers`.
+        """
+        order = sorted(range(len(names)), key=lambda i: (self.headers[names[i]].file, self.headers[names[i]].offset))
+        values = [0.0] * len(names)
+
+        def read(part: range) -> None:
+            for i in part:
+                header = self.headers[names[order[i]]]
+                dtype = _WIDE_DTYPES.get(header.dtype)
+                values[order[i]] = float(self.tensor(header.name) if dtype is None else _read(header, dtype))
+
+        size = -(-len(names) // _READERS) or 1
+        with ThreadPoolExecutor(_READERS) as threads:
+            list(threads.map(read, (range(at, min(at + size, len(names))) for at in range(0, len(names), size))))
+        return values
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -114,7 +114,8 @@ class Manifest:
         return self._read_scalars([name for name in names if not name.startswith(MTP_ROOT)])
 
     def _read_scalars(self, names: list[str]) -> dict[str, float]:
-        values = {name: float(self.tensor(name)) for name in names}
+        stored = self.checkpoint.scalars([self._headers[name].name for name in names])
+        values = dict(zip(names, stored, strict=True))
         problems = Problems()
         for name, value in values.items():
             if not (math.isfinite(value) and value > 0):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from hemiola.bench import source_facts
@@ -46,6 +47,7 @@ def test_a_speed_rests_on_the_gate_of_its_commit_and_engine(
     model: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hemiola.bench.machine.commit", lambda: CLEAN)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of the measured process, as in this one
     gated = run("gate", model, golden, "--arms", "reference", "--kv-cache-dtype", "model", "--record", tmp_path)
     assert gated.exit_code == 0, gated.output
     (gate,) = read(tmp_path).records

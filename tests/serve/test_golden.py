@@ -9,7 +9,7 @@ import pytest
 
 from hemiola import LLM
 from hemiola.evidence import Golden, GoldenItem, Server, Verdict, capture_from_server, gate, identify
-from hemiola.evidence.gate import numeric_mode
+from hemiola.evidence.facts import numeric_mode
 from tests.serve.conftest import Live
 
 TEXTS = ["It was a fine morning, and", "She said", "The carriage " * 12]
@@ -22,7 +22,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def golden(shipped_server: Live, llm: LLM) -> Golden:
-    dtype, kv_dtype = numeric_mode(llm)
+    dtype, kv_dtype = numeric_mode(llm.loaded.engine, llm.loaded.manifest)
     server = Server(shipped_server.url, device="cpu", dtype=dtype, kv_dtype=kv_dtype)
     assert llm.loaded.tokenizer is not None
     prompts = [llm.loaded.tokenizer.encode(text) for text in TEXTS]
