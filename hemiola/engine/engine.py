@@ -367,7 +367,7 @@ class Engine:
         rows = memory_rows(
             plan,
             weight_bytes=weight_bytes,
-            expanded_bytes=config.expanded_bytes,
+            expanded_bytes=config.expanded_bytes if "reference" in model.ops.policy.values() else 0,
             workspace_bytes=workspace,
             swap_bytes=config.swap_bytes,
             graph_bytes=graphs,
