@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -82,46 +83,47 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 
 
 class _Compiling:
-    """What is being compiled now: see `compiling`."""
+    """What is being compiled now, and for which thread: see `compiling`."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.thread = get_ident()
         self.threads = threads
-        self.modules: dict[int, Future[Any]] = {}  # by the address of what compiles
+        self.modules: dict[object, Future[Any]] = {}
 
 
 _compiling: _Compiling | None = None
+_one_at_a_time = Lock()
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within, a kernel that is launched is compiled, in threads, and does not run; at the end all are compiled.
+    """Within, a kernel that this thread launches is compiled, beside others, and does not run; in the end all are.
 
-    For one thread at a time, before it serves: results are whatever memory held. What is no kernel of this package,
-    such as torch's products, runs. Raises, at the end: what a compilation raised.
+    Other threads' launches run as ever. Results are whatever memory held. What is no kernel of this package, such as
+    torch's products, runs. Raises, at the end: what a compilation raised.
     """
     global _compiling
-    run = JITFunction.run
+    with _one_at_a_time, ThreadPoolExecutor() as threads:
+        run, own = JITFunction.run, _Compiling(threads)
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        def run_or_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return run(self, *args, grid=grid, warmup=warmup or get_ident() == own.thread, **kwargs)
 
-    with ThreadPoolExecutor() as threads:
-        JITFunction.run = compile_only
-        _compiling = _Compiling(threads)
+        JITFunction.run, _compiling = run_or_compile, own
         try:
             with triton.AsyncCompileMode(threads):
                 yield
-            for module in _compiling.modules.values():
+            for module in own.modules.values():
                 module.result()
         finally:
-            JITFunction.run = run
-            _compiling = None
+            JITFunction.run, _compiling = run, None
 
 
 def compiles_only(module: object, compile_: Callable[[], object]) -> bool:
     """Whether a launch has to be left out; `compile_` is then called in a thread, once for each module."""
-    if _compiling is None:
+    now = _compiling
+    if now is None or now.thread != get_ident():
         return False
-    if id(module) not in _compiling.modules:
-        _compiling.modules[id(module)] = _compiling.threads.submit(compile_)
+    if module not in now.modules:
+        now.modules[module] = now.threads.submit(compile_)
     return True
