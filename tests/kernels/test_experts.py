@@ -203,3 +203,15 @@ def test_no_tokens() -> None:
     x, ids, weights = torch.empty(0, 64).bfloat16(), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2)
     for invariant in (False, True):
         assert kernels.experts(x, ids, weights, *packed, 1.0, None, invariant=invariant).shape == (0, 64)
+
+
+def test_rows_that_are_no_whole_tiles_are_refused_by_name() -> None:
+    g = generator(1)
+    up, down = banks(g, Scheme.NVFP4, Scheme.PLAIN, 32, 24)
+    x, (ids, weights) = randn(g, 2, 32, dtype=torch.bfloat16), routing(g, 2, 2)
+    assert device.unsupported(x, ids, weights, up, down) == "NVFP4 weights come in tiles of 16 rows: up has 24"
+    resident = ResidentWeights(torch.device("cpu"))
+    device.warm(up, resident)
+    assert not resident.built
+    device.warm(down, resident)
+    assert resident.built

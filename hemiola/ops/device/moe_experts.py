@@ -13,7 +13,7 @@ from hemiola.formats.weight import ExpertBank, Scheme
 from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import ExpertWeights, experts
 from hemiola.kernels.launch import capability
-from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
+from hemiola.kernels.nvfp4 import REMAINDER, TILE, pack_words, words_per_row
 from hemiola.ops.resident import ResidentWeights
 from hemiola.ops.table import register
 from hemiola.tap import Tap
@@ -36,7 +36,20 @@ def unsupported(
         return "activations are float32: the device arm computes in bfloat16"
     if Scheme.FP8 in (up.scheme, down.scheme) and 0 < capability() < 89:
         return "FP8 products need compute capability 8.9"
+    if parts := [bank for bank in (up, down) if not _is_whole(bank)]:
+        return f"NVFP4 weights come in tiles of {TILE} rows: {parts[0].name} has {parts[0].shape[0]}"
     return None
+
+
+def _is_whole(bank: ExpertBank) -> bool:
+    """Whether kernels can read it; where both projections are NVFP4 their sizes are multiples of 16 anyway."""
+    return bank.scheme is not Scheme.NVFP4 or bank.shape[0] % TILE == 0
+
+
+def warm(bank: ExpertBank, resident: ResidentWeights) -> None:
+    """Build it ahead of the first call, which is told where it cannot be."""
+    if _is_whole(bank):
+        prepare(bank, resident)
 
 
 def prepare(bank: ExpertBank, resident: ResidentWeights) -> ExpertWeights:
@@ -110,5 +123,5 @@ register(
     unsupported=unsupported,
     resident=True,
     invariant=True,
-    prepare=prepare,
+    prepare=warm,
 )
