@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 from hemiola.evidence.records import Claim, Figure, Mark, Record
 from hemiola.evidence.svg import HEAD, rule, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 340, 70, 250, 52, 56
+LEGEND_LETTERS = 36  # that fit beside the plot
 COLOURS = ("#1f6fb4", "#d1701b", "#3a8f3a", "#8a4fb0", "#b02020", "#68727c")
 FIGURE = "time per step"
 
@@ -64,6 +66,7 @@ def _draw(title: str, lines: Lines) -> str:
         ]
     parts += [text(x(batch), bottom + 18, str(batch), "middle") for batch in batches]
     parts.append(text((LEFT + right) / 2, bottom + 40, "batch size", "middle"))
+    at = TOP + 12
     for index, (name, line) in enumerate(lines.items()):
         colour = COLOURS[index % len(COLOURS)]
         points = [(x(batch), figure, claim) for batch, (claim, figure) in sorted(line.items())]
@@ -76,7 +79,10 @@ def _draw(title: str, lines: Lines) -> str:
             fill = colour if is_sure else "#fff"
             centre = f'cx="{px:.1f}" cy="{y(figure.value or 0.0):.1f}"'
             parts.append(f'<circle {centre} r="4" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(text(right + 14, TOP + 12 + 18 * index, name, colour=colour))
+        for row in wrap(name, LEGEND_LETTERS):
+            parts.append(text(right + 14, at, row, colour=colour))
+            at += 16
+        at += 6
     parts.append(text(right + 14, bottom - 4, "hollow: UNGATED or UNSTEADY", colour="#68727c", size=11))
     return "\n".join([*parts, "</svg>"])
 
