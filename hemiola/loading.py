@@ -131,11 +131,17 @@ def bind_engine(
     tap: Tap | None = None,
 ) -> Engine:
     """An engine over a model, with its caches in the memory that the weights leave."""
-    resident = model.ops.resident
+    resident, share = model.ops.resident, config.gpu_memory_utilization
     if resident is None:
+        if share is not None:
+            raise ConfigError(
+                "this engine uses no GPU", found=share, expected="cache_bytes", where="gpu_memory_utilization"
+            )
         weight_bytes, available = sum(module.resident_bytes for module in manifest.modules), None
     else:
         weight_bytes, available = resident.resident_bytes, available_device_memory(model.ops)
+        if share is not None:
+            available = part_of_memory(torch.cuda.mem_get_info(resident.device)[1], available, share)
     return Engine(
         model,
         config,
@@ -164,6 +170,11 @@ def available_device_memory(ops: Ops) -> int:
     assert ops.resident is not None, "an engine without a device"
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(ops.resident.device)[0] + ops.resident.resident_bytes
+
+
+def part_of_memory(total: int, available: int, share: float) -> int:
+    """Bytes for an engine that may bring a device of `total` bytes, of which it could have `available`, to `share`."""
+    return int(total * share) - (total - available)
 
 
 def activation_dtype(config: EngineConfig, model_config: NemotronHConfig) -> torch.dtype:

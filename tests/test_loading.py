@@ -20,8 +20,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hemiola.config.engine import EngineConfig
 from hemiola.config.model import NemotronHConfig
+from hemiola.errors import ConfigError
 from hemiola.formats.layout import expected_modules
+from hemiola.loading import load, part_of_memory
 from tests.support.variants import tiny
 
 BOUND = 1.15
@@ -84,3 +87,17 @@ def test_expanded_forms_are_counted_apart(tiny_folder: Callable[..., Path], tmp_
     measured = figures(tiny_folder("MEM*E-", "bf16"), tmp_path)
     assert measured["kept"] > 0
     assert measured["peak"] - measured["kept"] < BOUND * measured["weights"], measured
+
+
+def test_what_is_left_of_a_part_of_a_devices_memory() -> None:
+    """100 in all, of which this engine could have 70: others hold 30."""
+    assert part_of_memory(100, 70, 0.9) == 60
+    assert part_of_memory(100, 70, 1.0) == 70
+    assert part_of_memory(100, 70, 0.2) == -10
+
+
+def test_a_part_of_a_gpu_needs_one() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: this engine uses no GPU; found 0.9"):
+        load(None, EngineConfig(arms="reference", gpu_memory_utilization=0.9))
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: not a part of the memory; found 1.5"):
+        EngineConfig(gpu_memory_utilization=1.5)

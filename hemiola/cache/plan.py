@@ -21,12 +21,16 @@ def plan_engine(
     room: int | None = None,
 ) -> CachePlan:
     """specs: what each layer keeps. activation_bytes, kv_element_bytes: per number. room: bytes of memory that there
-    are for caches and snapshots, which are clamped to it with a note; None for no limit.
+    are for caches and snapshots, which are clamped to it with a note, or fill it with gpu_memory_utilization; None for
+    no limit.
 
     Raises: CapacityError when not even one request fits.
     """
     cache_bytes, notes = config.cache_bytes, tuple[str, ...]()
     snapshot_bytes, max_snapshots = config.snapshot_bytes, None
+    if config.gpu_memory_utilization is not None and room is not None:
+        room = max(room, 0)
+        cache_bytes = room * 4 // 5 if snapshot_bytes is None else max(0, room - snapshot_bytes)
     if snapshot_bytes is None:
         snapshot_bytes, max_snapshots = cache_bytes // 4, SNAPSHOTS_PER_REQUEST * config.max_num_seqs
     if room is not None:

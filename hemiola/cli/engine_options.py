@@ -26,6 +26,10 @@ MaxModelLen = Annotated[
 NoPrefixCaching = Annotated[
     bool, engine_option("prefix_caching", "Compute every prompt from its beginning.", "--no-prefix-caching")
 ]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    engine_option("gpu_memory_utilization", "Part of a GPU's memory to fill, 0.9 say, instead of --cache-bytes."),
+]
 SnapshotBytes = Annotated[
     int | None,
     engine_option(

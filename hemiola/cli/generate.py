@@ -100,6 +100,7 @@ def generate(
         int | None,
         engine_option("cache_bytes", "For KV blocks and states, such as 512MiB.", parser=parse_bytes, metavar="BYTES"),
     ] = None,
+    gpu_memory_utilization: engine_options.GpuMemoryUtilization = None,
     no_prefix_caching: engine_options.NoPrefixCaching = False,
     snapshot_bytes: engine_options.SnapshotBytes = None,
     host_snapshot_bytes: engine_options.HostSnapshotBytes = None,

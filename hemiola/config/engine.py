@@ -39,6 +39,8 @@ class EngineConfig:
         clamped to the state slots that fit. max_model_len: tokens of prompt and output together; None is the model's
         max_position_embeddings.
     cache_bytes: for KV blocks and state slots together; clamped to the memory that is available.
+    gpu_memory_utilization: as in vLLM, the part of a GPU's memory that weights, caches, snapshots, workspace and graphs
+        may take together with what others hold there already. cache_bytes then follows from it. None: cache_bytes says.
     expanded_bytes: for the reference arm's expanded weights.
     prefix_caching: reuse beginnings of prompts. On by default: an entry is found by a 128-bit hash of all its tokens,
         and only after the step that wrote it, so a hit reads what the same tokens wrote; and what is computed without a
@@ -67,6 +69,7 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_model_len: int | None = None
     cache_bytes: int = 2 << 30
+    gpu_memory_utilization: float | None = None
     expanded_bytes: int = field(default_factory=_half_of_memory)
     prefix_caching: bool = True
     snapshot_bytes: int | None = None
@@ -107,6 +110,11 @@ class EngineConfig:
             budget = getattr(self, name)
             if budget is not None and budget < 0:
                 raise ConfigError("negative budget", found=budget, expected=">= 0", where=name)
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(
+                "not a part of the memory", found=share, expected="above 0, at most 1", where="gpu_memory_utilization"
+            )
         for name in ("prefill_tokens_per_s", "host_bytes_per_s", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError("not positive", found=getattr(self, name), expected="> 0", where=name)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from hemiola.cache.budget import CachePlan
 from hemiola.cache.plan import plan_engine
 from hemiola.config.engine import EngineConfig
+from hemiola.errors import CapacityError
 from hemiola.model.specs import KVSpec, StateSpec
 
 KV, STATE = KVSpec(0, 2, 16), StateSpec(1, 40, 3, 4, 8, 10)
@@ -33,3 +36,15 @@ def test_room_clamps_caches_and_snapshots_alike_with_a_note() -> None:
     assert half.total_bytes <= 60_000
     (note,) = half.notes
     assert note.startswith("cache_bytes 100,000 + snapshot_bytes 20,000 = 120,000 clamped to 50,000 + 10,000: 60,000")
+
+
+def test_a_part_of_a_gpus_memory_is_filled() -> None:
+    filled = plan(room=100_000, gpu_memory_utilization=0.9, max_num_seqs=1000)
+    assert filled.num_snapshots == 20_000 // SLOT_BYTES
+    assert 75_000 < filled.total_bytes - filled.num_snapshots * SLOT_BYTES <= 80_000
+    own = plan(room=100_000, gpu_memory_utilization=0.9, max_num_seqs=1000, snapshot_bytes=10 * SLOT_BYTES)
+    assert own.num_snapshots == 10
+    assert 100_000 - 2 * BLOCK_BYTES - 10 * SLOT_BYTES < own.total_bytes <= 100_000
+    assert not any(note.startswith("cache_bytes") for note in filled.notes), "nothing was asked for that is not there"
+    with pytest.raises(CapacityError, match="holds not even one request"):
+        plan(room=-1, gpu_memory_utilization=0.1)

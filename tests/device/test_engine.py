@@ -173,3 +173,10 @@ def test_the_shipped_model_speaks() -> None:
     reference = LLM(arms="reference").generate('"I am very glad to see you," said', SamplingParams(max_tokens=40))[0]
     shared = [a == b for a, b in zip(output.token_ids, reference.outputs[0].token_ids, strict=False)]
     assert sum(shared[:8]) == 8, (output.text, reference.outputs[0].text)
+
+
+def test_a_part_of_the_gpus_memory_is_filled(seeded_checkpoint: Folder) -> None:
+    llm = open_llm(seeded_checkpoint("bf16"), gpu_memory_utilization=0.5, max_num_seqs=4096, max_model_len=32768)
+    free, total = torch.cuda.mem_get_info()
+    assert 0.3 * total < total - free <= 0.5 * total
+    assert len(tokens(llm, prompts(3))) == 3
