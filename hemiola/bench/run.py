@@ -15,9 +15,10 @@ import torch
 
 from hemiola.bench.cells import SEED, STANDARD_CELLS, Cell, Driver, measure
 from hemiola.bench.machine import COPY_BYTES, copy_bandwidth, describe_device, gpu_address, versions
+from hemiola.bench.profile import as_rows, profile
 from hemiola.bench.start import Started, start
 from hemiola.bench.trace import trace
-from hemiola.bench.traffic import decode_traffic, distinct_experts
+from hemiola.bench.traffic import Traffic, decode_traffic, distinct_experts
 from hemiola.bench.window import WindowError
 from hemiola.config.engine import EngineConfig
 from hemiola.config.model import LayerKind
@@ -36,13 +37,13 @@ ROUTED_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """model: a checkpoint, None for the shipped one; synthetic wins where it is given. settings: more fields of
-    EngineConfig. kernels: trace the kernels of each decode cell. digest: say which checkpoint it is."""
+    EngineConfig. profile: where the time of each decode cell goes. digest: say which checkpoint it is."""
 
     model: str | None = None
     synthetic: str | None = None
     cells: tuple[Cell, ...] = STANDARD_CELLS
     repeats: int = 3
-    kernels: bool = False
+    profile: bool = False
     digest: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -88,8 +89,11 @@ def run_bench(options: BenchOptions, imports_s: float | None = None, emit: Emit 
             if on_gpu:
                 row["window"] = {"number": windows} | _decode_window(driver, cell, row["ms_per_step"], emit)
                 windows += 1
-                if options.kernels:
+                if options.profile:
                     row["trace"] = _trace(driver, cell)
+                    if row["trace"]["busy"] is not None:
+                        traffic = _traffic(started, cell)
+                        row["profile"] = as_rows(profile(row["trace"], traffic, copies["bytes_per_s"]))
         cells.append(row)
     name = started.name if started.is_synthetic or options.model is None else options.model
     return {
@@ -201,11 +205,16 @@ def routing(driver: Driver, num_tokens: int = ROUTED_TOKENS) -> dict[str, Any] |
     }
 
 
-def _roofline(started: Started, cell: Cell, ms_per_step: float, bytes_per_s: float) -> dict[str, Any]:
+def _traffic(started: Started, cell: Cell) -> Traffic:
+    """Of a step in the middle of a cell's output."""
     config, plan = started.config, started.engine.plan
     context = cell.prompt_tokens + cell.max_output // 2
     kv_bytes = plan.block_bytes // plan.block_size
-    traffic = decode_traffic(started.manifest, config, cell.batch, context, plan.slot_bytes, kv_bytes)
+    return decode_traffic(started.manifest, config, cell.batch, context, plan.slot_bytes, kv_bytes)
+
+
+def _roofline(started: Started, cell: Cell, ms_per_step: float, bytes_per_s: float) -> dict[str, Any]:
+    config, traffic = started.config, _traffic(started, cell)
     rate = traffic.total / (ms_per_step / 1000)
     return {
         "bytes_per_step": traffic.as_dict(),

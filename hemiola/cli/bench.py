@@ -47,7 +47,9 @@ def bench(
         int | None, typer.Option(min=1, help="Decode steps between the two lengths; 256 at batch 1, else 128.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each cell; the median is reported.")] = 3,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Trace the kernels of each decode cell.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Where the time of each decode cell goes on a GPU, kernel by kernel.")
+    ] = False,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the document there instead of to stdout.")
     ] = None,
@@ -101,7 +103,7 @@ def bench(
     switches = {"strict": not no_strict, "cuda_graphs": not no_cuda_graphs, "overlap": not no_overlap}
     settings = given(EngineConfig, ctx.params | switches)
     options = BenchOptions(
-        model, synthetic, chosen or STANDARD_CELLS, repeats, kernels, digest=record is not None, settings=settings
+        model, synthetic, chosen or STANDARD_CELLS, repeats, profile, digest=record is not None, settings=settings
     )
 
     def progress(what: str) -> None:
@@ -195,6 +197,9 @@ def show(document: dict[str, Any]) -> None:
         name, *figures = _row(row)
         cells.add_row(word + name, *figures)
     console.print(title, document["gate"], cells, sep="\n", markup=False)
+    for row in rows:
+        if "profile" in row:
+            console.print(f"{word}{row['cell']}, a step by its parts:", _parts(row["profile"]), sep="\n", markup=False)
     lines = [line for row in rows for line in _lines(row)]
     start = " + ".join(f"{name} {seconds:.2f}" for name, seconds in document["start_s"].items() if name != "together")
     lines.append(f"load: {start} = {document['start_s']['together']:.2f} s")
@@ -209,6 +214,22 @@ def show(document: dict[str, Any]) -> None:
         if "refused" in row:
             console.print(f"NO FIGURE {row['cell']}: {row['refused']}", markup=False)
     console.print(document["paths"]["verdict"], markup=False)
+
+
+def _parts(profile: list[dict[str, Any]]) -> Any:
+    """The largest gap first: what a kernel as fast as memory would save."""
+    from rich.table import Table
+
+    table = Table(*("  part", "us", "least", "of copy rate", "gap", "launches"), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part in profile:
+        least = part["floor_us"]
+        shares = ("", "") if least is None else (f"{least:,.0f}", f"{least / part['us']:.0%}" if part["us"] else "")
+        table.add_row(
+            f"  {part['part']}", f"{part['us']:,.0f}", *shares, f"{part['gap_us']:,.0f}", f"{part['launches']:.0f}"
+        )
+    return table
 
 
 def _lines(row: dict[str, Any]) -> Iterator[str]:

@@ -12,12 +12,17 @@
 // Weights are the tiles of nvfp4.py: a step of a warp's 16 rows is one of them.
 //
 // Defined from outside: NT (tiles of 8 tokens), WR and WK (warps along rows, and along columns: their sums are added in
-// order), DEPTH (steps that a warp has under way, even), TOP_K and KS (of the down kernel).
+// order), DEPTH (steps that a warp has under way, even), ROWS_KERNEL (a name, by which a trace tells what it is for), TOP_K
+// and KS (of the down kernel).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
+
+#ifndef ROWS_KERNEL
+#define ROWS_KERNEL rows_kernel
+#endif
 
 static_assert(DEPTH % 2 == 0, "steps are loaded two at a time");
 
@@ -233,7 +238,7 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int p
 // expert is experts[y]; nothing happens from y = *num_tiles on. With experts alone: pair y, of expert experts[y]. With
 // neither: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
 // flags: 1 squared ReLU, 2 times pair_weights, 4 quantised with out_scale to e4m3 (out is bytes then).
-extern "C" __global__ void __launch_bounds__(32 * WR * WK) rows_kernel(
+extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const u16 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *sorted_pairs,
     const int *experts, const int *num_tiles, const float *pair_weights, void *out, float one_alpha, float out_scale, int num_tokens,
     int pairs_per_x, int num_rows, int columns, int row_bytes, int flags) {

@@ -18,6 +18,7 @@ from hemiola.kernels.cuda import CudaFunction, CudaModule
 from hemiola.kernels.experts import NVFP4, ExpertWeights, align, combine
 from hemiola.kernels.launch import is_interpreted, shared_memory, uses_pdl
 
+LINEAR, EXPERTS = "linear_rows_kernel", "experts_rows_kernel"
 _RELU_SQUARED, _WEIGHTED, _QUANTISED = 1, 2, 4
 _STEP_BYTES, _STEP_COLUMNS, _X_PADDING = 64, 128, 32
 
@@ -59,9 +60,12 @@ def source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
-def rows_options(tile: RowsTile) -> tuple[str, ...]:
+def rows_options(tile: RowsTile, name: str) -> tuple[str, ...]:
     """What the source's macros stand for in the kernel for a tile."""
-    return (f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}", f"-DDEPTH={tile.depth}")
+    return (
+        f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}", f"-DDEPTH={tile.depth}",
+        f"-DROWS_KERNEL={name}",
+    )  # fmt: skip
 
 
 def down_options(tile: DownTile, top_k: int) -> tuple[str, ...]:
@@ -69,8 +73,8 @@ def down_options(tile: DownTile, top_k: int) -> tuple[str, ...]:
 
 
 @cache
-def _rows_function(tile: RowsTile) -> CudaFunction:
-    return CudaModule(source(), rows_options(tile)).function("rows_kernel", "PlPPPPPPPPffiiiiii")
+def _rows_function(tile: RowsTile, name: str) -> CudaFunction:
+    return CudaModule(source(), rows_options(tile, name)).function(name, "PlPPPPPPPPffiiiiii")
 
 
 @cache
@@ -182,7 +186,7 @@ def linear(
     dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     flags = _RELU_SQUARED * relu_squared | _QUANTISED * (out_scale is not None)
-    _rows_function(tile).launch(
+    _rows_function(tile, LINEAR).launch(
         (triton.cdiv(num_rows, 16 * tile.rows), triton.cdiv(num_tokens, tile.tokens), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
@@ -216,7 +220,7 @@ def project(
     """
     _, num_rows, words = codes.shape
     row_bytes = 4 * words
-    _rows_function(tile).launch(
+    _rows_function(tile, EXPERTS).launch(
         (triton.cdiv(num_rows, 16 * tile.rows), experts.numel(), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
