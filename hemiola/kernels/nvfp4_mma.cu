@@ -1,19 +1,18 @@
 // Products of a few tokens with NVFP4 weights: decoded in registers, straight into the fragments of mma.m16n8k16.
 //
-// A warp takes 16 rows of weights; lane (g = lane / 4, t = lane % 4) reads 16 bytes of row g and of row g + 8 at a time,
-// bytes 64 s + 16 t of step s: 128 columns, of which the lane's are those that its bytes hold. A product sums over its k in
-// any order, as long as both operands agree on it: so the codes of a word, in the order in which they decode, are the
-// lane's part of two products' weights, and x lies in shared memory in that order, 16 bytes for each such word.
+// A weight is the tiles of nvfp4.py: a step of a warp is one of them, 16 rows of 64 bytes, 128 columns. Lane (g = lane
+// / 4, t = lane % 4) reads 16 bytes of row g and of row g + 8, those from 16 t on; its columns are those that its bytes
+// hold. A product sums over its k in any order, as long as both operands agree on it: so the codes of a word, in the
+// order in which they decode, are the lane's part of two products' weights, and x lies in shared memory in that order,
+// 16 bytes for each such word.
 //
 // A code's sign and magnitude bits, moved to a bfloat16's sign and to the last bits of its exponent with the first of
 // its mantissa, are its value times 2^-126; scales are times 2^119. Their product, e2m1 times e4m3 times 2^-7, is exact
 // in bfloat16; what remains belongs to `alpha`.
 //
-// Weights are the tiles of nvfp4.py: a step of a warp's 16 rows is one of them.
-//
 // Defined from outside: NT (tiles of 8 tokens), WR and WK (warps along rows, and along columns: their sums are added in
-// order), DEPTH (steps that a warp has under way, even), ROWS_KERNEL (a name, by which a trace tells what it is for), TOP_K
-// and KS (of the down kernel).
+// order), DEPTH (steps that a warp has under way, even), ROWS_KERNEL (a name, by which a trace tells what it is for),
+// TOP_K and KS (of the down kernel).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -27,7 +26,6 @@ typedef long long i64;
 static_assert(DEPTH % 2 == 0, "steps are loaded two at a time");
 
 struct alignas(16) u32x4 { u32 x, y, z, w; };
-
 
 __device__ __forceinline__ u32x4 load_codes(const u8 *p) {
     u32x4 v;
@@ -98,7 +96,7 @@ __device__ __forceinline__ u8 to_e4m3(float v) {
     const float a = fabsf(v);
     if (a != a) return 0x7F;
     if (a >= 448.f) return sign | 0x7E;
-    // Multiples of 2^-9 below 2^-6, and from there three bits after the leading one, to even: by adding 1.5 * 2^23 steps.
+    // Multiples of 2^-9 below 2^-6, and from there three bits after the leading one; to even, as __float2int_rn does.
     const int exponent = max((int)(__float_as_uint(a) >> 23) - 127, -6);
     const float step = __uint_as_float((u32)(exponent - 3 + 127) << 23);
     const u32 code = (u32)__float2int_rn(a / step);
@@ -119,8 +117,8 @@ template <int N>
 struct Products {
     const u8 *codes;  // of the weight, the same for all lanes; what follows counts bytes, and words, from there
     const u32 *scales;
-    u32 upper, lower, upper_scales, lower_scales;
-    int most;  // the last step at which the lane's bytes lie within the row
+    u32 codes_at, scales_at;
+    int most;  // the last step at which the lane's bytes lie within the row; the first for a lane that has none
     Pair ahead[DEPTH / 2];
     float acc[N][2][4];  // two sums, so that a product need not wait for the one before
 
@@ -131,9 +129,9 @@ struct Products {
         codes = codes_;
         scales = scales_;
         const u32 tile = min(row / 16, (num_rows - 1) / 16) * (row_bytes / 64);
-        upper = tile * 1024 + lane * 16;
-        upper_scales = tile * 32 + g * 4 + t / 2 * 2;
-        most = ((columns + 63) / 64 * 32 - (int)t * 16 + 63) / 64 - 1;
+        codes_at = tile * 1024 + lane * 16;
+        scales_at = tile * 32 + g * 4 + t / 2 * 2;
+        most = max(((columns + 63) / 64 * 32 - (int)t * 16 + 63) / 64 - 1, 0);
 #pragma unroll
         for (int i = 0; i < DEPTH / 2; i++)
             if (first + 2 * i < last) load(ahead[i], first + 2 * i);
@@ -149,9 +147,9 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 at = min(step + i, most);
-            pair.upper[i] = load_codes(codes + (upper + at * 1024));
-            pair.lower[i] = load_codes(codes + (upper + at * 1024) + 512);
-            load_scales(scales + (upper_scales + at * 32), pair.upper_scale[i], pair.lower_scale[i]);
+            pair.upper[i] = load_codes(codes + (codes_at + at * 1024));
+            pair.lower[i] = load_codes(codes + (codes_at + at * 1024) + 512);
+            load_scales(scales + (scales_at + at * 32), pair.upper_scale[i], pair.lower_scale[i]);
         }
     }
 
@@ -170,7 +168,8 @@ struct Products {
         }
     }
 
-    __device__ __forceinline__ void multiply(const Pair &pair, int i, const u16 *const (&x)[N], int step, int tiles_used) {
+    __device__ __forceinline__ void multiply(const Pair &pair, int i, const u16 *const (&x)[N], int step,
+                                             int tiles_used) {
         const u32 upper_word[4] = {pair.upper[i].x, pair.upper[i].y, pair.upper[i].z, pair.upper[i].w};
         const u32 lower_word[4] = {pair.lower[i].x, pair.lower[i].y, pair.lower[i].z, pair.lower[i].w};
         u32 u0, u1, l0, l1;
@@ -240,8 +239,8 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int p
 // flags: 1 squared ReLU, 2 times pair_weights, 4 quantised with out_scale to e4m3 (out is bytes then).
 extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const u16 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *sorted_pairs,
-    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float one_alpha, float out_scale, int num_tokens,
-    int pairs_per_x, int num_rows, int columns, int row_bytes, int flags) {
+    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float one_alpha, float out_scale,
+    int num_tokens, int pairs_per_x, int num_rows, int columns, int row_bytes, int flags) {
     extern __shared__ __align__(16) u8 shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, wr = warp / WK, wk = warp % WK;
     const int g = lane / 4, t = lane % 4;
@@ -261,8 +260,8 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
         if (sorted_pairs != nullptr && tile >= *num_tiles) return;
         expert = experts[tile];
         const i64 bank = (i64)expert * num_rows;
-        products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), row, num_rows, columns, row_bytes, first,
-                       last);
+        products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), row, num_rows, columns, row_bytes,
+                       first, last);
         own = sorted_pairs == nullptr ? (lane == 0 ? tile : num_tokens)
                                       : (lane < 8 * NT ? sorted_pairs[(i64)tile * 8 * NT + lane] : num_tokens);
     }
@@ -333,8 +332,8 @@ extern "C" __global__ void __launch_bounds__(32 * TOP_K * KS) down_kernel(
     const int pair = token * TOP_K + k;
     const i64 bank = (i64)ids[pair] * num_rows;
     Products<1> products;
-    products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), blockIdx.x * 16, num_rows, columns, row_bytes,
-                   first, last);
+    products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), blockIdx.x * 16, num_rows, columns,
+                   row_bytes, first, last);
     u16 *xs = (u16 *)shared;
     copy_rows(xs, TOP_K, columns, steps * 128, x_row,
               [&](int n) { return hidden + (i64)(token * TOP_K + n) * columns; });

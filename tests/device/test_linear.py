@@ -103,6 +103,17 @@ def defects(x: Tensor, weight: Weight, exact: Tensor) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.parametrize("in_size", [16, 48, 64, 112])
+def test_rows_of_less_than_a_tile(in_size: int) -> None:
+    """Some lanes of the CUDA kernel have no bytes of such a row."""
+    weight = random_weight(Scheme.NVFP4, 40, in_size)
+    for num_tokens in (1, 3, 9, 40, 100):
+        x = activations(num_tokens, in_size)
+        exact = operand(x, weight) @ values(weight).T
+        poison(num_tokens, 40)
+        assert relative_error(launch(x, weight), exact) < 2.0**-8
+
+
 CASES = [(scheme, *size) for scheme in SCHEMES for size in SIZES[scheme]]
 
 
