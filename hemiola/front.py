@@ -116,8 +116,8 @@ class Front:
         return bool(self._open)
 
     def step(self) -> list[Delta]:
-        """One engine step; what it added, choice by choice, in batch order."""
-        return [self._delta(step) for step in self.engine.step()]
+        """One engine step; what it added, choice by choice, in batch order, to answers that nobody withdrew."""
+        return [self._delta(step) for step in self.engine.step() if step.request.request_id in self._open]
 
     def abort(self, answer: Answer) -> None:
         """Withdraw what is left of an answer; what it has so far stays readable."""

@@ -141,3 +141,42 @@ def test_a_step_that_fails_spoils_nothing(folder: Path, monkeypatch: pytest.Monk
             num_faults += 1
     assert num_faults == 1
     assert [a.choices[0].request.output_ids for a in answers] == expected
+
+
+def test_ids_that_arrived_before_a_step_failed_are_told_by_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a request that they have finished; not those of one that was withdrawn in between."""
+    prompts = [ids(30, seed) for seed in range(3)]
+    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 10, 10)]
+    expected = [
+        LLM(folder, dtype="float32").generate(p, n)[0].outputs[0].token_ids
+        for p, n in zip(prompts, lengths, strict=True)
+    ]
+    llm = overlapping(folder)
+    scheduler = llm.loaded.engine.scheduler
+    complete, count = scheduler.complete, [0]
+
+    def fails_once(rows: Any) -> None:
+        count[0] += 1
+        if count[0] == 5:
+            raise RuntimeError("out of luck")
+        complete(rows)
+
+    monkeypatch.setattr(scheduler, "complete", fails_once)
+    answers = [llm.front.add(prompt, params) for prompt, params in zip(prompts, lengths, strict=True)]
+    told: dict[str, list[int]] = {answer.request_id: [] for answer in answers}
+    num_faults = 0
+    while llm.front.has_unfinished:
+        try:
+            for delta in llm.front.step():
+                told[delta.answer.request_id] += delta.new_ids
+        except RuntimeError:
+            num_faults += 1
+            assert answers[0].choices[0].request.output_ids == expected[0], "its last id came before the fault"
+            assert len(told[answers[0].request_id]) == 2
+            llm.front.abort(answers[1])
+    assert num_faults == 1
+    assert told[answers[0].request_id] == expected[0]
+    assert told[answers[2].request_id] == expected[2]
+    assert answers[1].choices[0].request.finish_reason is FinishReason.ABORT
