@@ -6,7 +6,10 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any
+
+import torch
 
 from hemiola.bench.machine import describe_device, machine_facts, source_facts, versions
 from hemiola.evidence.facts import engine_facts, model_facts, path_facts
@@ -14,6 +17,7 @@ from hemiola.evidence.gate import GateResult
 from hemiola.evidence.gating import Gating
 from hemiola.evidence.identity import Identity
 from hemiola.evidence.records import Claim, Figure, Mark
+from hemiola.evidence.trace import TraceResult
 from hemiola.llm import LLM
 from hemiola.load import LoadReport
 
@@ -52,6 +56,34 @@ def gate_claim(model: str, llm: LLM, identity: Identity, result: GateResult) -> 
         verdict=result.verdict.value,
         figures=figures,
         more={"gate": result.as_dict()},
+    )
+
+
+def trace_claim(result: TraceResult) -> Claim:
+    """Where two sides depart, of which one may be stored: the machine is the one that compared them."""
+    first = result.first or result.first_local
+    figures = [
+        Figure("values compared", len(result.differences), "values"),
+        Figure("values that depart", sum(d.departs for d in result.differences), "values"),
+    ]
+    if first is not None:
+        figures.append(_finite("error of the first that departs", first.error, f"relative, bound {first.bound:.3g}", 1))
+    sides = {"a": result.a, "b": result.b}
+    return Claim(
+        kind="trace",
+        run=command_line(),
+        source=source_facts(),
+        model={"name": FilePath(str(result.a.settings["model"])).resolve().name},
+        machine=machine_facts(describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))),
+        workload={
+            "prompt_tokens": len(result.a.prompt_ids),
+            "output_tokens": len(result.a.output_ids),
+            **{f"side {letter}": side.describe() for letter, side in sides.items()},
+        },
+        paths=[{**fact, "side": letter} for letter, side in sides.items() for fact in path_facts(side.paths.items())],
+        verdict=result.verdict,
+        figures=figures,
+        more={"trace": result.as_dict()},
     )
 
 

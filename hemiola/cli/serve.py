@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -14,19 +13,15 @@ from typer.models import OptionInfo
 
 from hemiola.cli.generate import generate
 from hemiola.cli.memory import show_memory
-from hemiola.cli.settings import given, parse_bytes
+from hemiola.cli.settings import field_option, given, parse_bytes
 from hemiola.config.engine import EngineConfig
 from hemiola.config.serve import ServeConfig
 from hemiola.errors import ConfigError
 
-_DEFAULTS = {field.name: field.default for field in fields(ServeConfig)}
-
 
 def _serve_option(field: str, help: str, *names: str, **more: Any) -> Any:
     """Declare the option of a ServeConfig field."""
-    default = _DEFAULTS[field]
-    shown = str(default) if isinstance(default, str | int | float) and not isinstance(default, bool) else False
-    return typer.Option(*names, help=help, show_default=shown, **more)
+    return field_option(ServeConfig, field, help, names, **more)
 
 
 def serve(

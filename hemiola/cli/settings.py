@@ -24,15 +24,16 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 def sampling_option(field: str, help: str, *names: str, **more: Any) -> Any:
     """Declare the option of a SamplingParams field. names: where they differ from --field."""
-    return _option(SamplingParams, field, help, names, rich_help_panel="Sampling", **more)
+    return field_option(SamplingParams, field, help, names, rich_help_panel="Sampling", **more)
 
 
 def engine_option(field: str, help: str, *names: str, **more: Any) -> Any:
     """Declare the option of an EngineConfig field."""
-    return _option(EngineConfig, field, help, names, rich_help_panel="Engine", **more)
+    return field_option(EngineConfig, field, help, names, rich_help_panel="Engine", **more)
 
 
-def _option(owner: type, field: str, help: str, names: tuple[str, ...], **more: Any) -> Any:
+def field_option(owner: type, field: str, help: str, names: tuple[str, ...], **more: Any) -> Any:
+    """Declare the option of a field of `owner`, a dataclass."""
     default = {f.name: f.default for f in fields(owner)}[field]
     names = names or (f"--{field.replace('_', '-')}",)  # said, since typer 0.27 takes a metavar for a parsed one's name
     shown = str(default) if isinstance(default, str | int | float) and not isinstance(default, bool) else False

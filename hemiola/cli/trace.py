@@ -40,16 +40,17 @@ def trace(
     store: Annotated[Path | None, typer.Option(metavar="FILE", help="Store A's trace, for another commit.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the errors per layer as SVG.")] = None,
+    record: engine_options.RecordFolder = None,
     no_bisect: Annotated[bool, typer.Option("--no-bisect", help="Do not look for the ops that flip a token.")] = False,
     engine_a: Annotated[str, typer.Option(help=_ENGINE, rich_help_panel=_A)] = "hemiola",
     arms_a: Annotated[
-        str | None, typer.Option(parser=parse_arms, metavar="ARMS", help=_ARMS, rich_help_panel=_A)
+        str | None, typer.Option("--arms-a", parser=parse_arms, metavar="ARMS", help=_ARMS, rich_help_panel=_A)
     ] = None,
     dtype_a: Annotated[str | None, typer.Option(help=_DTYPE, rich_help_panel=_A)] = None,
     invariant_a: Annotated[bool, typer.Option("--invariant-a", help=_INVARIANT, rich_help_panel=_A)] = False,
     engine_b: Annotated[str, typer.Option(help=_ENGINE, rich_help_panel=_B)] = "hemiola",
     arms_b: Annotated[
-        str | None, typer.Option(parser=parse_arms, metavar="ARMS", help=_ARMS, rich_help_panel=_B)
+        str | None, typer.Option("--arms-b", parser=parse_arms, metavar="ARMS", help=_ARMS, rich_help_panel=_B)
     ] = None,
     dtype_b: Annotated[str | None, typer.Option(help=_DTYPE, rich_help_panel=_B)] = None,
     invariant_b: Annotated[bool, typer.Option("--invariant-b", help=_INVARIANT, rich_help_panel=_B)] = False,
@@ -94,6 +95,11 @@ def trace(
         plot.write_text(render_svg(result), encoding="utf-8")
     for line in result.lines():
         typer.echo(line)
+    if record is not None:
+        from hemiola.cli.recording import trace_claim
+        from hemiola.evidence.records import append
+
+        typer.echo(f"recorded: {append(record, trace_claim(result)).id}")
     if result.first is not None or result.first_local is not None:
         raise typer.Exit(FAILED)
 

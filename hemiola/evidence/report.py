@@ -18,7 +18,7 @@ from hemiola.evidence.records import SPEEDS, Chain, Claim, Figure, Mark, Record
 from hemiola.evidence.report_plot import step_times
 
 UNVERIFIED = "UNVERIFIED"
-_WITH_VERDICT = ("gate", "legs")
+_WITH_VERDICT = ("gate", "legs", "trace")
 _NO_VALUE = (Mark.VOID, Mark.PENDING)
 _TITLES = {"gate": "Gates", "bench": "Benchmarks", "legs": "Legs", "trace": "Traces", "load": "Load on a server"}
 

@@ -224,7 +224,11 @@ class TraceResult:
         if self.local:
             told = "none departs" if self.first_local is None else self._place(self.first_local)
             yield f"op by op on A's inputs, {len(self.local)} values: {told}"
-        yield "NO DEPARTURE beyond the bound" if self.first is None else f"DEPARTS at {self._place(self.first)}"
+        yield self.verdict
+
+    @property
+    def verdict(self) -> str:
+        return "NO DEPARTURE beyond the bound" if self.first is None else f"DEPARTS at {self._place(self.first)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, in JSON's types; a difference that is not finite is null."""

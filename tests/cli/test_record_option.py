@@ -98,3 +98,32 @@ def test_what_is_to_be_compared_with_has_to_be_there(tmp_path: Path) -> None:
     assert result.exit_code == REFUSED
     assert "no such record; found abc" in result.stderr
     assert len(read(tmp_path).records) == 1, "refused before anything ran"
+
+
+def test_a_trace_is_recorded(model: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text("[[5, 7, 11, 13]]")
+    sides = [
+        model,
+        model,
+        "--arms-a",
+        "reference",
+        "--arms-b",
+        "reference",
+        "--dtype-a",
+        "float32",
+        "--dtype-b",
+        "bf16",
+    ]
+    result = run("trace", *sides, "--prompt-ids", ids, "--max-tokens", 1, "--record", tmp_path)
+    (record,) = read(tmp_path).records
+    claim = record.claim
+    assert f"recorded: {record.id}" in result.stdout
+    assert (claim.kind, claim.model["name"], claim.marks) == ("trace", model.name, {})
+    assert claim.verdict in result.stdout
+    assert claim.workload["prompt_tokens"] == 4
+    assert claim.figures[0].value == sum(len(layer["values"]) for layer in claim.more["trace"]["layers"])
+    assert {path["side"] for path in claim.paths} == {"a", "b"}
+    report = run("report", tmp_path, "--markdown", tmp_path / "report.md", "-o", tmp_path / "report.html")
+    assert report.exit_code == 0, report.output
+    assert claim.verdict.replace("_", "\\_") in (tmp_path / "report.md").read_text()
