@@ -87,7 +87,10 @@ def observe(
                 if not line.startswith('{"event"'):
                     sys.stderr.write(line)  # of a library that writes to its stdout
                     continue
-                event = json.loads(line)
+                try:
+                    event = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # it died while it wrote; its status says how
                 match event["event"]:
                     case "gpu":
                         gpu = open_gpu(event["address"])

@@ -227,24 +227,31 @@ def _roofline(started: Started, cell: Cell, ms_per_step: float, bytes_per_s: flo
 
 def _decode_window(driver: Driver, cell: Cell, ms_per_step: float, emit: Emit) -> dict[str, Any]:
     """Nothing but decode steps for about WINDOW_S, for the observer, after the prompts' prefill."""
-    steps = min(int(1000 * WINDOW_S / ms_per_step), _window_tokens(cell) - cell.prompt_tokens - 4)
+    lead = _lead(driver, cell)
+    room = _window_tokens(cell) - cell.prompt_tokens - 4 - lead
+    steps = max(1, min(int(1000 * WINDOW_S / ms_per_step), room))
     with _phase("prefill", emit):
-        requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), steps + 3)
-    taken = 0
+        requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), steps + 3 + lead)
     begin = time.perf_counter()
     with _phase("decode", emit):
-        while driver.engine.has_unfinished:
+        for _ in range(steps):
             driver.engine.step()
-            taken += 1
         driver.synchronize()
     seconds = time.perf_counter() - begin
     driver.withdraw(requests)
-    return {"steps": taken, "ms_per_step": 1000 * seconds / taken}
+    return {"steps": steps, "ms_per_step": 1000 * seconds / steps}
+
+
+def _lead(driver: Driver, cell: Cell) -> int:
+    """Steps that a cell's first request decodes while its last one is in prefill, about: all are to be there after."""
+    return -(-cell.batch * cell.prompt_tokens // driver.engine.config.max_num_batched_tokens)
 
 
 def _trace(driver: Driver, cell: Cell) -> dict[str, Any]:
-    requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), min(cell.max_output, TRACE_STEPS + 8))
-    result = trace(driver.engine.step, min(TRACE_STEPS, cell.max_output - 4), driver.synchronize)
+    lead = _lead(driver, cell)
+    num_output = min(cell.max_output, TRACE_STEPS + 8 + lead)
+    requests = driver.decoding(driver.prompts(cell.batch, cell.prompt_tokens), num_output)
+    result = trace(driver.engine.step, max(1, min(TRACE_STEPS, num_output - 4 - lead)), driver.synchronize)
     driver.withdraw(requests)
     return result
 

@@ -30,6 +30,8 @@ def plan_engine(
     snapshot_bytes, max_snapshots = config.snapshot_bytes, None
     if config.gpu_memory_utilization is not None and room is not None:
         room = max(room, 0)
+        if not config.prefix_caching:
+            snapshot_bytes = 0
         cache_bytes = room * 4 // 5 if snapshot_bytes is None else max(0, room - snapshot_bytes)
     if snapshot_bytes is None:
         snapshot_bytes, max_snapshots = cache_bytes // 4, SNAPSHOTS_PER_REQUEST * config.max_num_seqs

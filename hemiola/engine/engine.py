@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -37,6 +38,8 @@ from hemiola.tap import Tap
 
 GRAPH_BYTES = 512 << 20  # of all captured steps together; those of one 30B model took a tenth of it
 LOGPROB_ROWS = 256  # rows of (rows, vocab) float32 logits alive at once for prompt log-probabilities
+T = TypeVar("T")
+
 _MASK = (1 << 63) - 1
 # What the parameters of one request can make the sampler raise.
 _REQUEST_FAULTS = (HemiolaError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
@@ -68,6 +71,16 @@ class StepOutput:
     @property
     def finished(self) -> bool:
         return self.request.is_finished
+
+
+def _merged(outputs: Sequence[StepOutput]) -> list[StepOutput]:
+    """One output a request, in the order of their first: a step that the host waits for brings the one before, too."""
+    by_request: dict[str, StepOutput] = {}
+    for output in outputs:
+        name = output.request.request_id
+        before = by_request.get(name)
+        by_request[name] = output if before is None else StepOutput(output.request, before.new_ids + output.new_ids)
+    return list(by_request.values())
 
 
 class Engine:
@@ -207,7 +220,7 @@ class Engine:
         except BaseException:
             self._distrust()
             raise
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs = _merged(self._outputs), []
         return outputs
 
     def _launch(self) -> _Step | None:
@@ -277,15 +290,17 @@ class Engine:
             offset += row.num_tokens
         for place, index in enumerate(step.due):
             request = step.rows[index].request
-            request.num_pending, num_before = 0, len(request.output_ids)
+            request.num_pending = 0
             if request.is_finished:
                 continue
             if place in step.faults:
                 self._fail(request, step.faults[place])
                 continue
             logits = None if launched.logits is None else launched.logits[place : place + 1]
-            self._for(request, partial(self._take, request, sampled[place], logits))
-            new_ids[index] = request.output_ids[num_before:]
+            token = self._for(request, partial(self._settle, request, sampled[place], logits))
+            if token is not None:
+                new_ids[index] = [token]
+                self._append(request, token)
         self._last_progress_s = time.monotonic()
         return [StepOutput(row.request, new_ids.get(index, [])) for index, row in open_rows]
 
@@ -296,12 +311,13 @@ class Engine:
         self.scheduler.distrust()
         self.mover.forget_all()
 
-    def _for(self, request: Request, act: Callable[[], None]) -> None:
-        """Do something that concerns one request alone; when it fails, that request ends with the error."""
+    def _for(self, request: Request, act: Callable[[], T]) -> T | None:
+        """Do something that concerns one request alone; when it fails, that request ends with the error: None then."""
         try:
-            act()
+            return act()
         except _REQUEST_FAULTS as fault:
             self._fail(request, fault)
+            return None
 
     def _fail(self, request: Request, fault: Exception) -> None:
         request.error = RequestError(f"{type(fault).__name__}: {fault}", where=request.request_id)
@@ -314,13 +330,13 @@ class Engine:
         tokens += [PENDING] * (row.num_tokens - len(tokens))
         return BatchRow(tokens, request.num_computed, request.blocks, request.state_slot, row.marks, row.is_prompt)
 
-    def _take(self, request: Request, sampled_id: int, logits: torch.Tensor | None) -> None:
-        """Give a request its next id. logits: (1, vocab), which it was drawn from."""
+    def _settle(self, request: Request, sampled_id: int, logits: torch.Tensor | None) -> int:
+        """A request's next id; its log-probabilities are added. logits: (1, vocab), which it was drawn from."""
         token = self.sampler.settle(request, sampled_id)
         if request.params.logprobs is not None:
             assert logits is not None, "a row is due without logits"
             self._add_logprobs(request, logits, token)
-        self._append(request, token)
+        return token
 
     def _append(self, request: Request, token: int) -> None:
         """Add a sampled token and end the request where it has to end."""

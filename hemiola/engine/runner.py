@@ -140,10 +140,10 @@ class Runner:
 
         Without it each kernel is compiled when it is first needed, one after the other. Kernels that depend on more
         than a step's size, such as those for very long contexts, still are. Nothing happens on a CPU, and where some op
-        is on the reference arm, which would compute on what memory holds.
+        is on the reference arm, or may fall back to it: it would compute on what memory holds.
         """
         ops = self.model.ops
-        if not self._on_device or set(ops.policy.values()) != {"device"}:
+        if not self._on_device or not ops.strict or set(ops.policy.values()) != {"device"}:
             return
         assert self._stage is not None, "on a device"
         width = table_width(1, self._max_blocks)

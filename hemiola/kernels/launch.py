@@ -8,7 +8,7 @@ loading weights, overlaps. Every kernel that is launched so has to wait: a kerne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock, get_ident
@@ -88,7 +88,7 @@ class _Compiling:
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self.thread = get_ident()
         self.threads = threads
-        self.modules: dict[object, Future[Any]] = {}
+        self.modules: set[object] = set()
 
 
 _compiling: _Compiling | None = None
@@ -100,7 +100,7 @@ def compiling() -> Iterator[None]:
     """Within, a kernel that this thread launches is compiled, beside others, and does not run; in the end all are.
 
     Other threads' launches run as ever. Results are whatever memory held. What is no kernel of this package, such as
-    torch's products, runs. Raises, at the end: what a compilation raised.
+    torch's products, runs. What does not compile says so when it is launched for good.
     """
     global _compiling
     with _one_at_a_time, ThreadPoolExecutor() as threads:
@@ -111,10 +111,8 @@ def compiling() -> Iterator[None]:
 
         JITFunction.run, _compiling = run_or_compile, own
         try:
-            with triton.AsyncCompileMode(threads):
+            with triton.AsyncCompileMode(threads, ignore_errors=True):
                 yield
-            for module in own.modules.values():
-                module.result()
         finally:
             JITFunction.run, _compiling = run, None
 
@@ -125,5 +123,6 @@ def compiles_only(module: object, compile_: Callable[[], object]) -> bool:
     if now is None or now.thread != get_ident():
         return False
     if module not in now.modules:
-        now.modules[module] = now.threads.submit(compile_)
+        now.modules.add(module)
+        now.threads.submit(compile_)
     return True

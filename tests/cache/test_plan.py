@@ -46,5 +46,8 @@ def test_a_part_of_a_gpus_memory_is_filled() -> None:
     assert own.num_snapshots == 10
     assert 100_000 - 2 * BLOCK_BYTES - 10 * SLOT_BYTES < own.total_bytes <= 100_000
     assert not any(note.startswith("cache_bytes") for note in filled.notes), "nothing was asked for that is not there"
+    plain = plan(room=100_000, gpu_memory_utilization=0.9, max_num_seqs=1000, prefix_caching=False)
+    assert plain.num_snapshots == 0
+    assert 95_000 < plain.total_bytes <= 100_000
     with pytest.raises(CapacityError, match="holds not even one request"):
         plan(room=-1, gpu_memory_utilization=0.1)

@@ -41,7 +41,9 @@ def test_a_launch_compiles_and_does_not_run() -> None:
 
 def test_what_does_not_compile_says_so() -> None:
     broken = CudaModule('extern "C" __global__ void nothing() { no such thing; }').function("nothing", "")
-    with pytest.raises(RuntimeError, match="identifier"), compiling():
+    with compiling():
+        broken.launch((1, 1, 1), (1, 1, 1), ())
+    with pytest.raises(RuntimeError, match="identifier"):
         broken.launch((1, 1, 1), (1, 1, 1), ())
     x = torch.zeros(32, dtype=torch.int32, device="cuda")
     add_one[(1,)](x, N=32)

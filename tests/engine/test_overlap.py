@@ -180,3 +180,24 @@ def test_ids_that_arrived_before_a_step_failed_are_told_by_the_next(
     assert told[answers[0].request_id] == expected[0]
     assert told[answers[2].request_id] == expected[2]
     assert answers[1].choices[0].request.finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("arrival", range(1, 6))
+def test_a_request_that_ends_in_a_step_that_another_waits_for(folder: Path, arrival: int) -> None:
+    """Its last two ids come at once: the one on its way, and that of the step, which the host waits for."""
+    params, other = SamplingParams(max_tokens=4, ignore_eos=True), SamplingParams(max_tokens=3, logprobs=2)
+    plain = LLM(folder, dtype="float32")
+    expected = [plain.generate(ids(30, seed), p)[0].outputs[0].token_ids for seed, p in ((0, params), (1, other))]
+    llm = overlapping(folder)
+    answers = [llm.front.add(ids(30, 0), params)]
+    told: dict[str, list[int]] = {"request-0": [], "request-1": []}
+    num_steps = 0
+    while llm.front.has_unfinished:
+        if num_steps == arrival:
+            answers.append(llm.front.add(ids(30, 1), other))
+        for delta in llm.front.step():
+            told[delta.answer.request_id] += delta.new_ids
+        num_steps += 1
+    if len(answers) == 1:
+        pytest.skip("it was over before the other one came")
+    assert list(told.values()) == expected

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 from hemiola.kernels.launch import compiles_only, compiling
@@ -52,20 +53,32 @@ def test_a_module_is_compiled_once_and_by_whoever_compiles() -> None:
     assert compiled == [1]
 
 
-def test_what_does_not_compile_is_told_at_the_end_and_nothing_stays(launches: list[tuple[object, bool]]) -> None:
+def test_what_does_not_compile_is_left_to_its_launch_and_nothing_stays(launches: list[tuple[object, bool]]) -> None:
     def fails() -> None:
         raise RuntimeError("no such instruction")
 
-    def compile_both() -> None:
-        with compiling():
-            compiles_only(object(), fails)
-            launch("own")
-
-    with pytest.raises(RuntimeError, match="no such instruction"):
-        compile_both()
+    with compiling():
+        compiles_only(object(), fails)
+        launch("own")
     launch("after")
     assert launches == [("own", True), ("after", False)]
     with pytest.raises(KeyError), compiling():
         raise KeyError
     launch("again")
     assert launches[-1] == ("again", False)
+    with compiling():
+        launch("own again")
+    assert launches[-1] == ("own again", True)
+
+
+def test_a_triton_kernel_that_does_not_compile_leaves_the_next_ones_alone() -> None:
+    """Triton's own mode ends however its compilations went."""
+
+    def fails() -> None:
+        raise RuntimeError("no such instruction")
+
+    with compiling():
+        mode = active_mode.get()
+        assert mode is not None
+        mode.submit("key", fails, lambda kernel: None)
+    assert active_mode.get() is None
