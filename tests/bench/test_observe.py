@@ -115,6 +115,13 @@ def test_a_process_that_dies_gives_no_figure_and_its_status(
     assert caught.value.status == status
 
 
+def test_a_process_that_dies_while_it_writes_gives_no_figure_and_its_status() -> None:
+    program = """import sys; print('{"event": "document", "document": {"cel', end="", flush=True); sys.exit(9)"""
+    with pytest.raises(MeasuredProcessError) as error:
+        observe([sys.executable, "-c", program], lambda address: Nvml(address))
+    assert error.value.status == 9
+
+
 def test_a_process_that_ends_well_without_a_document_gives_none_either() -> None:
     with pytest.raises(MeasuredProcessError, match="status 0, in what comes before its first phase"):
         observe([sys.executable, "-S", "-c", "pass"], Nvml)
