@@ -128,9 +128,13 @@ class Front:
     def _delta(self, step: StepOutput) -> Delta:
         request = step.request
         answer, choice = self._open[request.request_id]
-        text = ""
+        text, new_ids = "", step.new_ids
         if choice.output is not None:
-            text = choice.output.push(step.new_ids, ends=request.finish_reason is FinishReason.STOP)
+            text = choice.output.push(new_ids, ends=request.finish_reason is FinishReason.STOP)
+            # A step can bring two ids, the second of them after the end of a stop string.
+            if num_behind := len(request.output_ids) - choice.output.num_tokens:
+                del request.output_ids[-num_behind:]
+                new_ids = new_ids[:-num_behind]
             if choice.output.stopped is not None and not step.finished:
                 self.engine.finish(request.request_id, FinishReason.STOP, choice.output.stopped)
             elif choice.output.stopped is not None:
@@ -139,7 +143,7 @@ class Front:
                 text += choice.output.finish()
         if choice.finished:
             del self._open[request.request_id]
-        return Delta(answer, choice, text, step.new_ids)
+        return Delta(answer, choice, text, new_ids)
 
 
 def _params_of_choice(params: SamplingParams, index: int) -> SamplingParams:

@@ -75,11 +75,10 @@ class StepOutput:
 
 def _merged(outputs: Sequence[StepOutput]) -> list[StepOutput]:
     """One output a request, in the order of their first: a step that the host waits for brings the one before, too."""
-    by_request: dict[str, StepOutput] = {}
+    by_request: dict[Request, StepOutput] = {}
     for output in outputs:
-        name = output.request.request_id
-        before = by_request.get(name)
-        by_request[name] = output if before is None else StepOutput(output.request, before.new_ids + output.new_ids)
+        request, before = output.request, by_request.get(output.request)
+        by_request[request] = output if before is None else StepOutput(request, before.new_ids + output.new_ids)
     return list(by_request.values())
 
 

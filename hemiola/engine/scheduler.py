@@ -134,6 +134,7 @@ class Scheduler:
         self.waiting = sorted([*self.running, *self.waiting], key=_order)
         self.running = []
         self.ledger.prefix.clear()
+        self._waited_for.clear()
         self.ledger.take_movements()
 
     def release(self, request: Request) -> None:
@@ -269,12 +270,17 @@ class Scheduler:
         """The prefix that a waiting request can start from; None for one that is swapped out and needs none."""
         if request.holding.swapped is not None:
             return None
-        match = self.ledger.find(request.holding, request.num_tokens, request.tokens_between)
+        match = self.ledger.find(request.holding, self._num_reusable(request), request.tokens_between)
         if request.params.prompt_logprobs is None or len(request.prompt_logprobs) == len(request.prompt_ids):
             return match
         # Every prompt token has to be run to know what it predicts.
         missed = match.num_tokens + (match.miss.num_tokens if match.miss else 0)
         return Match(0, None, PrefixMiss(MissReason.DISABLED, missed))
+
+    def _num_reusable(self, request: Request) -> int:
+        """The tokens before whose last one a reused prefix may end. With invariance those are the prompt's alone: what
+        a request said itself is consumed one by one, also when another's prompt has the same tokens."""
+        return min(request.num_tokens, len(request.prompt_ids) + 1) if self.invariant else request.num_tokens
 
     def _is_coming(self, request: Request, match: Match) -> bool:
         """Whether to wait for a running request that is about to make a longer prefix of this one usable. A request
@@ -285,7 +291,7 @@ class Scheduler:
         longer = [
             (stop, leader)
             for key, (stop, leader) in self._coming.items()
-            if match.num_tokens < stop < request.num_tokens and keys[stop // size - 1] == key
+            if match.num_tokens < stop < self._num_reusable(request) and keys[stop // size - 1] == key
         ]
         if not longer:
             return False

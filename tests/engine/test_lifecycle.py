@@ -274,3 +274,34 @@ def test_the_host_copy_of_a_swapped_out_request_goes_with_it(folder: Path) -> No
         llm.front.abort(answer)
     engine.check_integrity()
     assert engine.mover.host_bytes == 0
+
+
+def test_what_an_invariant_request_said_is_not_reused_for_it(tiny_folder: Callable[..., Path]) -> None:
+    """Another one's prompt has the same tokens, and is published; after preemption they are consumed one by one."""
+    llm = LLM(
+        tiny_folder("MEM*-", conv_gain=30.0), dtype="float32", max_model_len=512, invariant=True, swap_bytes=0,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    engine = llm.loaded.engine
+    prompt = ids(20, 0)
+    first = engine.add_request("first", prompt, SamplingParams(max_tokens=130, ignore_eos=True))
+    while len(first.output_ids) < 100:
+        engine.step()
+    said = prompt + first.output_ids
+    other = engine.add_request("other", said, SamplingParams(max_tokens=2, ignore_eos=True))
+    while not other.is_finished:
+        engine.step()
+    engine.scheduler._preempt(first)
+    engine.mover.apply(engine.scheduler.take_movements())
+    computed = []
+    while first.num_computed < len(prompt) or not computed:
+        engine.step()
+        computed.append(first.num_computed)
+    assert computed[-1] <= len(prompt)
+    third = engine.add_request("third", said, SamplingParams(max_tokens=1, ignore_eos=True))
+    while not third.is_finished:
+        engine.step()
+    assert third.num_cached_tokens > len(prompt), "a prompt may be reused as far as it goes"
+    while not first.is_finished:
+        engine.step()
+    engine.check_integrity()

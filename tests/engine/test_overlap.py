@@ -13,6 +13,9 @@ from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import FinishReason
 from hemiola.llm import LLM
 from hemiola.model.batch import PENDING
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_tokenizer import build_tokenizer
+from tests.support.variants import tiny
 from tests.support.witness import poison
 
 Folder = Callable[..., Path]
@@ -21,6 +24,13 @@ Folder = Callable[..., Path]
 @pytest.fixture(scope="module")
 def folder(tiny_folder: Folder) -> Path:
     return tiny_folder("MEM*-", conv_gain=30.0)
+
+
+@pytest.fixture(scope="module")
+def folder_with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text") / "model"
+    write_tiny_checkpoint(folder, tiny("M*-", vocab_size=576), "f32", conv_gain=30.0)
+    return build_tokenizer(folder)
 
 
 def overlapping(folder: Path, **settings: Any) -> LLM:
@@ -201,3 +211,24 @@ def test_a_request_that_ends_in_a_step_that_another_waits_for(folder: Path, arri
     if len(answers) == 1:
         pytest.skip("it was over before the other one came")
     assert list(told.values()) == expected
+
+
+@pytest.mark.parametrize("arrival", range(1, 9))
+def test_nothing_counts_after_a_stop_string(folder_with_text: Path, arrival: int) -> None:
+    """Also where a step brings the id that completes it and the next one, because another request made it wait."""
+    prompt = ids(8, 0)
+    text = LLM(folder_with_text, dtype="float32").generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    middle = len(text.outputs[0].text) // 2
+    params = SamplingParams(max_tokens=12, ignore_eos=True, stop=[text.outputs[0].text[middle : middle + 2]])
+    alone = LLM(folder_with_text, dtype="float32").generate(prompt, params)[0].outputs[0]
+    llm = overlapping(folder_with_text)
+    answer, num_steps, told = llm.front.add(prompt, params), 0, list[int]()
+    while llm.front.has_unfinished:
+        if num_steps == arrival:
+            llm.front.add(ids(5, 9), SamplingParams(max_tokens=3, repetition_penalty=1.3, ignore_eos=True))
+        for delta in llm.front.step():
+            told += delta.new_ids if delta.answer is answer else []
+        num_steps += 1
+    choice = answer.choices[0]
+    assert (choice.text, choice.request.output_ids, told) == (alone.text, alone.token_ids, alone.token_ids)
+    assert choice.request.finish_reason is FinishReason.STOP
