@@ -188,3 +188,19 @@ def test_a_defect_is_a_500_that_tells_nothing(scripted: Callable[..., Live], mon
     answer = live.post(PLAIN, prompt="do")
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "secret" not in answer.text
+
+
+def test_an_engine_that_fails_before_a_prompt_is_taken_up_is_not_the_clients_fault(
+    scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = scripted({"do": "bada"}, plain=True)
+
+    def broken(*arguments: object, **more: object) -> None:
+        raise RuntimeError("secret")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(live.service.loop._front, "add", broken)
+        answer = live.http.post(PLAIN, json={"prompt": "do"}, timeout=5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+    assert "secret" not in answer.text
+    assert live.post(PLAIN, prompt="do").status_code == 200
