@@ -88,6 +88,12 @@ class _Answering:
         prompts, echoes = await _prompts(service, body)
         echo_only = body.max_tokens == 0 and bool(body.echo)
         params = _params(body, 1 if echo_only else body.max_tokens)
+        if service.tokenizer is None and body.logprobs is not None and not body.return_tokens_as_token_ids:
+            raise ApiError(
+                400,
+                "logprobs: this model has no tokenizer to name tokens by text; ask for return_tokens_as_token_ids",
+                param="logprobs",
+            )
         generation = await service.generate(
             prompts,
             [params] * len(prompts),
@@ -96,11 +102,15 @@ class _Answering:
             priority=body.priority or 0,
             with_paths=bool(body.return_metrics),
         )
-        choices = [
-            _Choice(prompt, echo, _logprobs(service, body, params, ids, echo))
-            for prompt, (ids, echo) in enumerate(zip(prompts, echoes, strict=True))
-            for _ in range(params.n)
-        ]
+        try:
+            choices = [
+                _Choice(prompt, echo, _logprobs(service.tokenizer, body, params, ids, echo))
+                for prompt, (ids, echo) in enumerate(zip(prompts, echoes, strict=True))
+                for _ in range(params.n)
+            ]
+        except BaseException:
+            generation.close()
+            raise
         head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -268,18 +278,16 @@ def _params(body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
 
 
 def _logprobs(
-    service: Service, body: CompletionRequest, params: SamplingParams, ids: list[int], echo: str | None
+    tokenizer: Tokenizer | None, body: CompletionRequest, params: SamplingParams, ids: list[int], echo: str | None
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None
-    by_id = body.return_tokens_as_token_ids
-    if service.tokenizer is None and by_id:
+    if tokenizer is None:
         return CompletionLogprobs(token_id_text, body.logprobs, None)
-    tokenizer = service.need_tokenizer()
     # Offsets count in the text that is shown: a prompt may have got special tokens that are not in its text.
     shows_special = echo is not None and tokenizer.decode(ids, skip_special_tokens=False) == echo
     detokenizer = Detokenizer(tokenizer, params.skip_special_tokens and not shows_special)
-    return CompletionLogprobs(token_name(tokenizer, by_id), body.logprobs, detokenizer)
+    return CompletionLogprobs(token_name(tokenizer, body.return_tokens_as_token_ids), body.logprobs, detokenizer)
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:

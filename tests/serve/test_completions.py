@@ -108,12 +108,32 @@ def test_a_model_without_a_tokenizer_names_tokens_by_id(tiny_folder: Callable[..
     with serving(Front(loaded.engine, None)) as live:
         refused = live.post("/v1/completions", **body)
         assert (refused.status_code, "no tokenizer" in refused.json()["error"]["message"]) == (400, True)
+        assert refused.json()["error"]["param"] == "logprobs"
+        assert live.service.engine.stats().prefix.prompts == 0, "it is refused before it runs"
         choice = live.post("/v1/completions", **body, return_tokens_as_token_ids=True).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
     assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0] * 6)
     first, *entries = choice["prompt_logprobs"]
     assert first is None
     assert [entry[str(token)]["decoded_token"] for token, entry in zip([7, 11], entries, strict=True)] == [None] * 2
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_an_answer_that_cannot_be_put_together_leaves_nothing_running(
+    scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    live = scripted({"hi": [100] * 1500}, plain=path == "completions")
+
+    def broken(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("hemiola.serve.completions._logprobs", broken)
+    monkeypatch.setattr("hemiola.serve.turn.ChatParser", broken)
+    body: dict[str, Any] = {"prompt": "hi"} if path == "completions" else {"messages": HI}
+    assert live.post(f"/v1/{path}", **body, max_tokens=1400).status_code == 500
+    assert not live.service._generations
+    live.settle()
+    assert live.service.engine.stats().num_decode_tokens < 1000
 
 
 def body_for_client(body: dict[str, Any]) -> dict[str, Any]:
