@@ -58,12 +58,13 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is shown of a choice at once. logprobs: its parts, where they were asked for."""
+    """What is shown of a choice at once. logprobs: its parts, where they were asked for. finish: with its last."""
 
     index: int
     text: str
     ids: list[int]
     logprobs: list[dict[str, Any]]
+    finish: Finish | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class _Answering:
                 self.add(prompt, update)
         choices = []
         for index, choice in enumerate(self.choices):
-            shown = self.shown(_Piece(index, choice.text, choice.ids, choice.parts))
+            shown = self.shown(_Piece(index, choice.text, choice.ids, choice.parts, choice.finish))
             if self.body.return_token_ids:
                 shown["prompt_token_ids"] = self.generation.prompt_ids[choice.prompt]
             choices.append(shown)
@@ -171,11 +172,10 @@ class _Answering:
         choice.parts += parts
         if not (text or parts or update.finish or (ids and self.body.return_token_ids)):
             return None
-        return _Piece(index, text, ids, parts)
+        return _Piece(index, text, ids, parts, update.finish)
 
     def shown(self, piece: _Piece) -> dict[str, Any]:
-        choice = self.choices[piece.index]
-        finish = choice.finish
+        choice, finish = self.choices[piece.index], piece.finish
         shown: dict[str, Any] = {
             "index": piece.index,
             "text": piece.text,
@@ -225,12 +225,12 @@ class _Telling:
         return event(error.body) + DONE
 
     def _event(self, piece: _Piece) -> bytes:
-        if self._adds_to_texts or self._answering.choices[piece.index].finish is not None:
+        if self._adds_to_texts or piece.finish is not None:
             return event(self._chunk(piece))
         return self._texts.event(piece.index, piece.text)
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(_Piece(index, text, [], []))
+        return self._chunk(_Piece(index, text, [], [], None))
 
     def _chunk(self, piece: _Piece) -> dict[str, Any]:
         usage = {"usage": self._answering.usage() if self._continuous else None} if self._with_usage else {}

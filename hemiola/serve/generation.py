@@ -101,7 +101,9 @@ class Generation:
             raise (_given_up(error) if is_ours else of_request(error, names)) from error
 
     def receive(self, job: Job, message: Update | HemiolaError | None) -> None:
-        """From the event loop, in the order of the steps."""
+        """From the event loop, in the order of the steps. What was under way when it was closed is dropped."""
+        if self._is_closed:
+            return
         if isinstance(message, Update):
             self._observe(job, message)
             self._pending.append((job.index, message))

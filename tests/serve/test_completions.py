@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hemiola import LLM, SamplingParams
 from hemiola.config.engine import EngineConfig
-from hemiola.front import Front
+from hemiola.front import Delta, Front
 from hemiola.loading import load
 from tests.serve.conftest import Live, serving
 from tests.serve.test_chat import HI
@@ -158,6 +159,32 @@ def test_a_choice_that_comes_before_its_prompts_logprobs(text_server: Live, monk
     step = front.step
     monkeypatch.setattr(front, "step", lambda: step()[::-1])
     assert text_server.post("/v1/completions", **body).json()["choices"] == expected
+
+
+def test_choices_that_end_before_their_prompts_logprobs_end_once(
+    text_server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = text_server.service.loop._front
+    held: list[Delta] = []
+    step = front.step
+
+    def late() -> list[Delta]:
+        """Choice 0 comes with the last step, all at once."""
+        deltas = step()
+        held.extend(delta for delta in deltas if delta.choice.index == 0)
+        others = [delta for delta in deltas if delta.choice.index]
+        if not any(delta.answer.finished for delta in deltas):
+            return others
+        ids = [token for delta in held for token in delta.new_ids]
+        return [*others, replace(held[-1], text="".join(delta.text for delta in held), new_ids=ids)]
+
+    monkeypatch.setattr(front, "step", late)
+    body = {"prompt": "kan zi do", "echo": True, "logprobs": 1, "max_tokens": 3, "n": 2, "ignore_eos": True}
+    lines = text_server.post("/v1/completions", **body, stream=True).text.splitlines()
+    parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    for index in (0, 1):
+        reasons = [part["finish_reason"] for part in parts if part["index"] == index]
+        assert reasons == [None] * (len(reasons) - 1) + ["length"]
 
 
 def test_b28_the_stop_text_is_in_neither_answer(scripted: Callable[..., Live]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -124,6 +127,23 @@ def test_too_much_at_once_is_refused_and_told_when_to_come_back(scripted: Callab
         assert 'hemiola:requests_refused_total{engine="0",limit="streams",model_name="test"} 1.0' in metrics(live)
     live.settle()
     assert live.post(PLAIN, prompt="do", max_tokens=1).status_code == 200
+
+
+def test_requests_that_are_prepared_at_once_are_not_all_let_in(
+    scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the grammar of one is made, others may come; the limit counts when it is ready."""
+    live = scripted({"do": [100] * 1500}, plain=True, max_streams=1)
+    both_prepared = threading.Barrier(2)
+
+    async def prepare(*arguments: object) -> None:
+        await asyncio.to_thread(both_prepared.wait, 10)
+
+    monkeypatch.setattr(live.service, "_compile", prepare)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(live.post, PLAIN, prompt="do", max_tokens=1400) for _ in range(2)]
+        assert sorted(answer.result().status_code for answer in answers) == [200, 429]
+    live.settle()
 
 
 def test_the_queue_has_an_end(scripted: Callable[..., Live]) -> None:

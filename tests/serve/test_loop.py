@@ -14,6 +14,7 @@ from hemiola.errors import CapacityError, HemiolaError
 from hemiola.front import Delta, Front
 from hemiola.model.batch import ForwardBatch
 from hemiola.serve.loop import EngineFailed, EngineLoop, Job, Message, Update, _update
+from hemiola.text.output import OutputText
 from hemiola.text.tokenizer import Tokenizer
 from tests.support.scripted_model import scripted_front
 
@@ -229,6 +230,29 @@ def test_an_answer_that_cannot_be_told_ends_alone(run: Callable[..., Running], m
     assert bad.answer is not None
     assert bad.answer.choices[0].request.finish_reason is FinishReason.ABORT
     assert running.loop.is_alive
+
+
+def test_an_answer_whose_text_cannot_be_made_ends_alone(
+    run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the id that ends it, when the engine is already done with it."""
+    push = OutputText.push
+
+    def failing(output: OutputText, ids: list[int], *, ends: bool) -> str:
+        return broken() if ends or 103 in ids else push(output, ids, ends=ends)
+
+    monkeypatch.setattr(OutputText, "push", failing)
+    running = run({(20,): [100, 103, 101], (21,): [100, 11], (22,): LONG})
+    jobs = [running.job([prompt], max_tokens=9) for prompt in (20, 21, 22)]
+    running.loop.submit(jobs)
+    finishes: dict[Job, tuple[str, str]] = {}
+    while len(finishes) < 3:
+        for job, update in running.batches.get(timeout=5):
+            if isinstance(update, Update) and update.finish is not None:
+                finishes[job] = (update.finish.reason, (update.finish.error or "").rpartition(": ")[2])
+    assert [finishes[job] for job in jobs] == [("error", "broken"), ("error", "broken"), ("length", "")]
+    assert running.loop.num_failed_steps == 0
+    assert not running.front.engine.has_unfinished
 
 
 def test_figures_are_there_when_it_is_idle(run: Callable[..., Running]) -> None:
