@@ -95,7 +95,9 @@ def test_long_text_keeps_no_ids(tokenizer: Tokenizer) -> None:
     assert detokenizer._pending_ids == []
 
 
-@given(st.lists(st.sampled_from([*b"\xff\x80\xbf\xe2\xed\xf0\xf4\x90\xef\xbb\xbd\xc3", None]), max_size=60))
+@given(
+    st.lists(st.sampled_from([*b"\xff\x80\xbf\xe2\xed\xf0\xf4\x90\xef\xbb\xbd\xc3", None]), min_size=20, max_size=60)
+)
 @settings(max_examples=500, deadline=None)
 def test_long_broken_text_equals_the_whole_decoding(tokenizer: Tokenizer, data: list[int | None]) -> None:
     """Bytes that seldom make up a character, and ids without bytes (None) among them."""
