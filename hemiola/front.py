@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hemiola.config.sampling import SamplingParams
-from hemiola.engine.engine import Engine, StepOutput
+from hemiola.engine.engine import REQUEST_FAULTS, Engine, StepOutput
 from hemiola.engine.request import FinishReason, Request, RequestStatus
 from hemiola.errors import RequestError
 from hemiola.structured import Grammars
@@ -116,7 +116,8 @@ class Front:
         return bool(self._open)
 
     def step(self) -> list[Delta]:
-        """One engine step; what it added, choice by choice, in batch order, to answers that nobody withdrew."""
+        """One engine step; what it added, choice by choice, in batch order, to answers that nobody withdrew. A choice
+        whose text cannot be made ends with an error."""
         return [self._delta(step) for step in self.engine.step() if step.request.request_id in self._open]
 
     def abort(self, answer: Answer) -> None:
@@ -130,20 +131,32 @@ class Front:
         answer, choice = self._open[request.request_id]
         text, new_ids = "", step.new_ids
         if choice.output is not None:
-            text = choice.output.push(new_ids, ends=request.finish_reason is FinishReason.STOP)
-            # A step can bring two ids, the second of them after the end of a stop string.
-            if num_behind := len(request.output_ids) - choice.output.num_tokens:
-                del request.output_ids[-num_behind:]
-                new_ids = new_ids[:-num_behind]
-            if choice.output.stopped is not None and not step.finished:
-                self.engine.finish(request.request_id, FinishReason.STOP, choice.output.stopped)
-            elif choice.output.stopped is not None:
-                request.finish(FinishReason.STOP, choice.output.stopped)
-            if choice.finished:
-                text += choice.output.finish()
+            try:
+                text = self._text(choice, choice.output, step)
+            except REQUEST_FAULTS as fault:
+                self.engine.fail(request, fault)
+            else:
+                new_ids = new_ids[: len(new_ids) - self._cut(request, choice.output)]
         if choice.finished:
             del self._open[request.request_id]
         return Delta(answer, choice, text, new_ids)
+
+    @staticmethod
+    def _cut(request: Request, output: OutputText) -> int:
+        """Drop the ids of a request behind its stop string, of which a step can bring one; how many they were."""
+        num_behind = len(request.output_ids) - output.num_tokens
+        del request.output_ids[len(request.output_ids) - num_behind :]
+        return num_behind
+
+    def _text(self, choice: Choice, output: OutputText, step: StepOutput) -> str:
+        """What a step adds to a choice's text; a stop string in it ends the request."""
+        request = step.request
+        text = output.push(step.new_ids, ends=request.finish_reason is FinishReason.STOP)
+        if output.stopped is not None and not step.finished:
+            self.engine.finish(request.request_id, FinishReason.STOP, output.stopped)
+        elif output.stopped is not None:
+            request.finish(FinishReason.STOP, output.stopped)
+        return text + output.finish() if choice.finished else text
 
 
 def _params_of_choice(params: SamplingParams, index: int) -> SamplingParams:

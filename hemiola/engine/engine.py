@@ -41,8 +41,8 @@ LOGPROB_ROWS = 256  # rows of (rows, vocab) float32 logits alive at once for pro
 T = TypeVar("T")
 
 _MASK = (1 << 63) - 1
-# What the parameters of one request can make the sampler raise.
-_REQUEST_FAULTS = (HemiolaError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+# What one request can make the code raise that serves it alone.
+REQUEST_FAULTS = (HemiolaError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
@@ -169,6 +169,12 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
+    def fail(self, request: Request, fault: Exception) -> None:
+        """End a request by a fault of its own, also one that has just ended well."""
+        request.error = RequestError(f"{type(fault).__name__}: {fault}", where=request.request_id)
+        self.finish(request.request_id, FinishReason.ERROR)
+        request.finish(FinishReason.ERROR)
+
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request from outside (a stop string, an abort) and free what it holds; unknown ids are ignored."""
         request = self.requests.pop(request_id, None)
@@ -255,12 +261,12 @@ class Engine:
         nothing else."""
         try:
             ids = self.sampler.sample(logits, requests, step.launched.best)
-        except _REQUEST_FAULTS:
+        except REQUEST_FAULTS:
             step.must_collect = True
             for place, request in enumerate(requests):
                 try:
                     (step.known[place],) = self.sampler.sample(logits[place : place + 1], [request]).tolist()
-                except _REQUEST_FAULTS as fault:
+                except REQUEST_FAULTS as fault:
                     step.faults[place] = fault
             return
         if self.overlaps and ids is not step.launched.best:  # a graph keeps its best ids itself
@@ -293,7 +299,7 @@ class Engine:
             if request.is_finished:
                 continue
             if place in step.faults:
-                self._fail(request, step.faults[place])
+                self.fail(request, step.faults[place])
                 continue
             logits = None if launched.logits is None else launched.logits[place : place + 1]
             token = self._for(request, partial(self._settle, request, sampled[place], logits))
@@ -314,13 +320,9 @@ class Engine:
         """Do something that concerns one request alone; when it fails, that request ends with the error: None then."""
         try:
             return act()
-        except _REQUEST_FAULTS as fault:
-            self._fail(request, fault)
+        except REQUEST_FAULTS as fault:
+            self.fail(request, fault)
             return None
-
-    def _fail(self, request: Request, fault: Exception) -> None:
-        request.error = RequestError(f"{type(fault).__name__}: {fault}", where=request.request_id)
-        self.finish(request.request_id, FinishReason.ERROR)
 
     def _batch_row(self, row: ScheduledRow) -> BatchRow:
         request = row.request

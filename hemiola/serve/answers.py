@@ -45,14 +45,13 @@ class ChatAnswer:
     @property
     def tool_calls(self) -> list[ToolCall]:
         """The calls that may be carried out: one that the end cut off is not among them."""
-        calls, cut_off = self.message.tool_calls, self._parser.cut_off_call
-        return [call for index, call in enumerate(calls) if index != cut_off]
+        cut_off = self._shown(self._parser.cut_off_call)
+        return [call for index, call in enumerate(self.message.tool_calls) if index != cut_off]
 
     @property
     def doubtful_call(self) -> int | None:
         """The index of a call whose arguments the model's own text has probably cut short; see ChatParser."""
-        index = self._parser.doubtful_call
-        return index if self._parallel or index == 0 else None
+        return self._shown(self._parser.doubtful_call)
 
     @property
     def finish_reason(self) -> str:
@@ -60,4 +59,8 @@ class ChatAnswer:
         assert self.finish is not None, "not finished"
         if self.finish.reason != "stop" or not self.message.tool_calls:
             return self.finish.reason
-        return "tool_calls" if self._parser.cut_off_call is None else "length"
+        return "tool_calls" if self._shown(self._parser.cut_off_call) is None else "length"
+
+    def _shown(self, call: int | None) -> int | None:
+        """The index of a call, unless it was dropped."""
+        return call if self._parallel or call == 0 else None

@@ -58,12 +58,13 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is shown of a choice at once. logprobs: its parts, where they were asked for."""
+    """What is shown of a choice at once. logprobs: its parts, where they were asked for. finish: with its last."""
 
     index: int
     text: str
     ids: list[int]
     logprobs: list[dict[str, Any]]
+    finish: Finish | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,12 @@ class _Answering:
         prompts, echoes = await _prompts(service, body)
         echo_only = body.max_tokens == 0 and bool(body.echo)
         params = _params(body, 1 if echo_only else body.max_tokens)
+        if service.tokenizer is None and body.logprobs is not None and not body.return_tokens_as_token_ids:
+            raise ApiError(
+                400,
+                "logprobs: this model has no tokenizer to name tokens by text; ask for return_tokens_as_token_ids",
+                param="logprobs",
+            )
         generation = await service.generate(
             prompts,
             [params] * len(prompts),
@@ -96,11 +103,15 @@ class _Answering:
             priority=body.priority or 0,
             with_paths=bool(body.return_metrics),
         )
-        choices = [
-            _Choice(prompt, echo, _logprobs(service, body, params, ids, echo))
-            for prompt, (ids, echo) in enumerate(zip(prompts, echoes, strict=True))
-            for _ in range(params.n)
-        ]
+        try:
+            choices = [
+                _Choice(prompt, echo, _logprobs(service.tokenizer, body, params, ids, echo))
+                for prompt, (ids, echo) in enumerate(zip(prompts, echoes, strict=True))
+                for _ in range(params.n)
+            ]
+        except BaseException:
+            generation.close()
+            raise
         head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -115,7 +126,7 @@ class _Answering:
                 self.add(prompt, update)
         choices = []
         for index, choice in enumerate(self.choices):
-            shown = self.shown(_Piece(index, choice.text, choice.ids, choice.parts))
+            shown = self.shown(_Piece(index, choice.text, choice.ids, choice.parts, choice.finish))
             if self.body.return_token_ids:
                 shown["prompt_token_ids"] = self.generation.prompt_ids[choice.prompt]
             choices.append(shown)
@@ -161,11 +172,10 @@ class _Answering:
         choice.parts += parts
         if not (text or parts or update.finish or (ids and self.body.return_token_ids)):
             return None
-        return _Piece(index, text, ids, parts)
+        return _Piece(index, text, ids, parts, update.finish)
 
     def shown(self, piece: _Piece) -> dict[str, Any]:
-        choice = self.choices[piece.index]
-        finish = choice.finish
+        choice, finish = self.choices[piece.index], piece.finish
         shown: dict[str, Any] = {
             "index": piece.index,
             "text": piece.text,
@@ -215,12 +225,12 @@ class _Telling:
         return event(error.body) + DONE
 
     def _event(self, piece: _Piece) -> bytes:
-        if self._adds_to_texts or self._answering.choices[piece.index].finish is not None:
+        if self._adds_to_texts or piece.finish is not None:
             return event(self._chunk(piece))
         return self._texts.event(piece.index, piece.text)
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(_Piece(index, text, [], []))
+        return self._chunk(_Piece(index, text, [], [], None))
 
     def _chunk(self, piece: _Piece) -> dict[str, Any]:
         usage = {"usage": self._answering.usage() if self._continuous else None} if self._with_usage else {}
@@ -268,18 +278,16 @@ def _params(body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
 
 
 def _logprobs(
-    service: Service, body: CompletionRequest, params: SamplingParams, ids: list[int], echo: str | None
+    tokenizer: Tokenizer | None, body: CompletionRequest, params: SamplingParams, ids: list[int], echo: str | None
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None
-    by_id = body.return_tokens_as_token_ids
-    if service.tokenizer is None and by_id:
+    if tokenizer is None:
         return CompletionLogprobs(token_id_text, body.logprobs, None)
-    tokenizer = service.need_tokenizer()
     # Offsets count in the text that is shown: a prompt may have got special tokens that are not in its text.
     shows_special = echo is not None and tokenizer.decode(ids, skip_special_tokens=False) == echo
     detokenizer = Detokenizer(tokenizer, params.skip_special_tokens and not shows_special)
-    return CompletionLogprobs(token_name(tokenizer, by_id), body.logprobs, detokenizer)
+    return CompletionLogprobs(token_name(tokenizer, body.return_tokens_as_token_ids), body.logprobs, detokenizer)
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:

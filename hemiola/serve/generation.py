@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from hemiola.errors import HemiolaError
 from hemiola.ops import Path
 from hemiola.serve.errors import ApiError, of_engine, of_request
-from hemiola.serve.loop import EngineLoop, Finish, Job, ShuttingDown, Update
+from hemiola.serve.loop import EngineFailed, EngineLoop, Finish, Job, ShuttingDown, Update
 from hemiola.serve.metrics import Metrics
 from hemiola.text.tokenizer import Tokenizer
 
@@ -97,10 +97,13 @@ class Generation:
             await self._accepted
         except HemiolaError as error:
             self._error = error
-            raise of_request(error, names) from error
+            is_ours = isinstance(error, ShuttingDown | EngineFailed)
+            raise (_given_up(error) if is_ours else of_request(error, names)) from error
 
     def receive(self, job: Job, message: Update | HemiolaError | None) -> None:
-        """From the event loop, in the order of the steps."""
+        """From the event loop, in the order of the steps. What was under way when it was closed is dropped."""
+        if self._is_closed:
+            return
         if isinstance(message, Update):
             self._observe(job, message)
             self._pending.append((job.index, message))
@@ -122,8 +125,7 @@ class Generation:
         """Everything that has come since. Raises: ApiError when the engine gave up."""
         while not self._pending:
             if self._error is not None:
-                is_ending = isinstance(self._error, ShuttingDown)
-                raise ApiError(503, str(self._error)) if is_ending else of_engine(str(self._error))
+                raise _given_up(self._error)
             if not self._num_open:
                 raise StopAsyncIteration
             self._waiting = asyncio.get_running_loop().create_future()
@@ -223,6 +225,10 @@ class Generation:
             if update.index == 0:
                 self.num_cached_tokens += finish.num_cached_tokens
             metrics.observe_finish(job, finish, progress.num_tokens, update.time_s, self._origin.arrival_s)
+
+
+def _given_up(error: HemiolaError) -> ApiError:
+    return ApiError(503, str(error)) if isinstance(error, ShuttingDown) else of_engine(str(error))
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -17,12 +17,12 @@ from hemiola.cache.prefix import PrefixMiss
 from hemiola.config.sampling import SamplingParams
 from hemiola.engine.request import FinishReason, RequestStatus, TokenLogprobs
 from hemiola.engine.stats import EngineStats
-from hemiola.errors import HemiolaError, RequestError
+from hemiola.errors import HemiolaError
 from hemiola.front import Answer, Delta, Front
 from hemiola.ops import Path
 
 SNAPSHOT_SECONDS = 0.25  # how old the published figures may be while the engine is busy
-MAX_FAILED_STEPS = 2  # in a row; then what is open ends with the error
+MAX_FAILED_STEPS = 2  # with nothing for anybody in between; then what is open ends with the error
 
 # What a step can raise that another step may survive; the engine has forgotten all cached content then.
 _STEP_FAULTS = (
@@ -100,6 +100,13 @@ class ShuttingDown(HemiolaError):
         super().__init__("the server is shutting down")
 
 
+class EngineFailed(HemiolaError):
+    """A request ended by a fault that is not its own."""
+
+    def __init__(self, what: str, fault: BaseException) -> None:
+        super().__init__(f"{what}: {type(fault).__name__}")
+
+
 Message = tuple[Job, Update | HemiolaError | None]  # None: taken up by the engine
 Command = Callable[[], None]
 
@@ -117,6 +124,8 @@ class EngineLoop:
         self._outbox: list[Message] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._lock = threading.Lock()  # of what follows, and of the inbox while it is written
+        self._ended: HemiolaError | None = None  # why nobody reads the inbox any more
         self._failed_in_a_row = 0
         self.num_failed_steps = 0
         self.snapshot = self._take_snapshot()
@@ -127,24 +136,25 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End what is open, end the thread and wait for it."""
-        self.fail_all(ShuttingDown())
-        self._inbox.put(self._stop)
+        self._put(self._stop)
         if self._thread.ident is not None:
             self._thread.join()
 
     # From any thread
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue prompts, all or none; each receives None when all are taken up, or the first one's error."""
-        self._inbox.put(lambda: self._add(jobs))
+        """Queue prompts, all or none; each receives None when all are taken up, or the first one's error; and at once
+        what ended the loop, when something has."""
+        if not self._put(lambda: self._add(jobs)):
+            self._deliver(self._refusals(jobs))
 
     def abort(self, jobs: Sequence[Job]) -> None:
         """Withdraw jobs before the next step; they receive nothing more. Finished ones are left alone."""
-        self._inbox.put(lambda: self._withdraw(jobs))
+        self._put(lambda: self._withdraw(jobs))
 
     def fail_all(self, error: HemiolaError) -> None:
         """End every open job with an error before the next step."""
-        self._inbox.put(lambda: self._fail_all(error))
+        self._put(lambda: self._fail_all(error))
 
     @property
     def is_alive(self) -> bool:
@@ -152,7 +162,7 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """The thread lives, its steps come, and the last one did not fail."""
+        """The thread lives, its steps come, and none has failed since the last one that brought somebody something."""
         return self.is_alive and not self._failed_in_a_row and self._front.engine.healthy()
 
     @property
@@ -160,9 +170,17 @@ class EngineLoop:
         """Requests that no step has taken up, those included that the engine has not seen yet."""
         return len(self._front.engine.scheduler.waiting) + self._inbox.qsize()
 
+    def _put(self, command: Command) -> bool:
+        """Whether the thread will obey it, or has ended."""
+        with self._lock:
+            if self._ended is None:
+                self._inbox.put(command)
+            return self._ended is None
+
     # In the thread
 
     def _run(self) -> None:
+        why: HemiolaError = ShuttingDown()
         try:
             while not self._stopping:
                 self._read_inbox()
@@ -170,9 +188,21 @@ class EngineLoop:
                     self._step()
                 self._hand_over()
         except BaseException as error:
-            self._fail_all(RequestError(f"the engine has stopped: {type(error).__name__}"))
-            self._hand_over()
+            why = EngineFailed("the engine has stopped", error)
             raise
+        finally:
+            self._end(why)
+
+    def _end(self, why: HemiolaError) -> None:
+        """Tell everybody who waits, also those whose prompts nobody has read."""
+        with self._lock:
+            self._ended = why
+        try:
+            self._fail_all(why)
+        finally:
+            while not self._inbox.empty():
+                self._inbox.get()()
+            self._hand_over()
 
     def _read_inbox(self) -> None:
         """Obey what has come; when there is nothing else to do, wait for something to come."""
@@ -188,33 +218,52 @@ class EngineLoop:
             self._deliver(messages)
 
     def _add(self, jobs: Sequence[Job]) -> None:
+        if self._ended is not None:
+            self._outbox += self._refusals(jobs)
+            return
         answers: list[Answer] = []
         try:
             for job in jobs:
                 answers.append(self._front.add(job.prompt_ids, job.params, priority=job.priority))
-        except HemiolaError as error:
-            for answer in answers:
-                self._front.abort(answer)
+            calls = self._calls()
+        except _STEP_FAULTS as fault:
+            error = fault
+            if not isinstance(error, HemiolaError):
+                log.exception("a request could not be taken up")
+                error = EngineFailed("the engine failed", fault)
             self._outbox += [(job, error) for job in jobs]
+            self._withdraw_answers(answers)
             return
         for job, answer in zip(jobs, answers, strict=True):
             job.answer = answer
             self._jobs[answer] = job
             if job.with_paths:
-                job.paths = {path: -count for path, count in self._calls().items()}
+                job.paths = {path: -count for path, count in calls.items()}
         self._outbox += [(job, None) for job in jobs]
 
+    def _refusals(self, jobs: Sequence[Job]) -> list[Message]:
+        return [(job, self._ended) for job in jobs]
+
     def _withdraw(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if job.answer is not None and self._jobs.get(job.answer) is job:
-                self._front.abort(job.answer)
-                del self._jobs[job.answer]
+        answers = [job.answer for job in jobs if job.answer is not None and job.answer in self._jobs]
+        for answer in answers:
+            del self._jobs[answer]
+        self._withdraw_answers(answers)
 
     def _fail_all(self, error: HemiolaError) -> None:
-        for answer, job in list(self._jobs.items()):
-            self._front.abort(answer)
-            del self._jobs[answer]
-            self._outbox.append((job, error))
+        self._fail(list(self._jobs), error)
+
+    def _fail(self, answers: Sequence[Answer], error: HemiolaError) -> None:
+        """End jobs with an error; whatever their withdrawal does, the listeners will know."""
+        self._outbox += [(self._jobs.pop(answer), error) for answer in answers]
+        self._withdraw_answers(answers)
+
+    def _withdraw_answers(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            try:
+                self._front.abort(answer)
+            except _STEP_FAULTS:
+                log.exception("a request could not be withdrawn")
 
     def _stop(self) -> None:
         self._stopping = True
@@ -228,19 +277,25 @@ class EngineLoop:
             self.num_failed_steps += 1
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= MAX_FAILED_STEPS:
-                self._fail_all(RequestError(f"the engine failed: {type(error).__name__}"))
+                self._fail_all(EngineFailed("the engine failed", error))
                 self._publish()
             return
-        self._failed_in_a_row = 0
         now = time.monotonic()
         for delta in deltas:
-            job = self._jobs[delta.answer]
+            job = self._jobs.get(delta.answer)
+            if job is None:  # another of its choices has just ended it
+                continue
             if job.scheduled_s is None:
                 job.scheduled_s = started_s
             if delta.new_ids or delta.choice.finished:
-                self._outbox.append((job, _update(delta, now)))
+                self._failed_in_a_row = 0
+                try:
+                    self._outbox.append((job, _update(delta, now)))
+                except _STEP_FAULTS as error:
+                    log.exception("an answer could not be told")
+                    self._fail([delta.answer], EngineFailed("the engine failed", error))
         # After the loop: an answer's last choices may end in the same step.
-        for answer in {delta.answer for delta in deltas if delta.answer.finished}:
+        for answer in {delta.answer for delta in deltas if delta.answer.finished} & self._jobs.keys():
             job = self._jobs.pop(answer)
             if job.paths is not None:
                 job.paths = {path: count + job.paths.get(path, 0) for path, count in self._calls().items()}

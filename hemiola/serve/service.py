@@ -102,6 +102,7 @@ class Service:
         self._check(prompts, params, names)
         self._admit()
         await self._compile(params, names)
+        self._admit()  # again: others have come meanwhile
         log_text = self.tokenizer if self.config.log_requests else None
         generation = Generation(self.loop, self.metrics, origin, self._close, log_text)
         jobs = [

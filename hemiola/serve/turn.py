@@ -92,21 +92,25 @@ class Turn:
             priority=wish.priority,
             with_paths=wish.with_paths,
         )
-        plain_tools = [tool.model_dump(exclude_none=True) for tool in tools or []]
-        answers = [
-            ChatAnswer(
-                ChatParser(
-                    prompt.format,
-                    thinking=prompt.thinking,
-                    tools=plain_tools,
-                    tokenizer=tokenizer,
-                    skip_special_tokens=params.skip_special_tokens,
-                    force_nonempty_content=prompt.force_content,
-                ),
-                parallel=wish.parallel_tool_calls,
-            )
-            for _ in range(params.n)
-        ]
+        try:
+            plain_tools = [tool.model_dump(exclude_none=True) for tool in tools or []]
+            answers = [
+                ChatAnswer(
+                    ChatParser(
+                        prompt.format,
+                        thinking=prompt.thinking,
+                        tools=plain_tools,
+                        tokenizer=tokenizer,
+                        skip_special_tokens=params.skip_special_tokens,
+                        force_nonempty_content=prompt.force_content,
+                    ),
+                    parallel=wish.parallel_tool_calls,
+                )
+                for _ in range(params.n)
+            ]
+        except BaseException:
+            generation.close()
+            raise
         return cls(tokenizer, generation, answers)
 
     @property

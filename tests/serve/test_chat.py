@@ -124,6 +124,16 @@ def test_a_second_call_is_dropped_where_one_is_allowed(scripted: Callable[..., L
     assert len(whole.choices[0].message.tool_calls) == len(streamed.calls) == 1
 
 
+def test_a_second_call_that_is_dropped_does_not_cut_the_answer_off(scripted: Callable[..., Live]) -> None:
+    cut = CALL.partition("</parameter>")[0]
+    live = scripted({"hi": f"</think>{CALL}\n{cut}"}, tools=[WEATHER], max_model_len=4096)
+    whole, streamed = both(live, tools=[WEATHER], max_tokens=500, parallel_tool_calls=False)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert len(whole.choices[0].message.tool_calls) == len(streamed.calls) == 1
+    whole = live.post("/v1/chat/completions", messages=HI, tools=[WEATHER], max_tokens=500).json()
+    assert whole["choices"][0]["finish_reason"] == "length", "where it is not dropped, it is cut off"
+
+
 def test_a_conversation_with_calls_comes_back(text_server: Live) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
     messages: Any = [

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hemiola import LLM, SamplingParams
 from hemiola.config.engine import EngineConfig
-from hemiola.front import Front
+from hemiola.front import Delta, Front
 from hemiola.loading import load
 from tests.serve.conftest import Live, serving
 from tests.serve.test_chat import HI
@@ -108,12 +109,32 @@ def test_a_model_without_a_tokenizer_names_tokens_by_id(tiny_folder: Callable[..
     with serving(Front(loaded.engine, None)) as live:
         refused = live.post("/v1/completions", **body)
         assert (refused.status_code, "no tokenizer" in refused.json()["error"]["message"]) == (400, True)
+        assert refused.json()["error"]["param"] == "logprobs"
+        assert live.service.engine.stats().prefix.prompts == 0, "it is refused before it runs"
         choice = live.post("/v1/completions", **body, return_tokens_as_token_ids=True).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
     assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0] * 6)
     first, *entries = choice["prompt_logprobs"]
     assert first is None
     assert [entry[str(token)]["decoded_token"] for token, entry in zip([7, 11], entries, strict=True)] == [None] * 2
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_an_answer_that_cannot_be_put_together_leaves_nothing_running(
+    scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    live = scripted({"hi": [100] * 1500}, plain=path == "completions")
+
+    def broken(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("hemiola.serve.completions._logprobs", broken)
+    monkeypatch.setattr("hemiola.serve.turn.ChatParser", broken)
+    body: dict[str, Any] = {"prompt": "hi"} if path == "completions" else {"messages": HI}
+    assert live.post(f"/v1/{path}", **body, max_tokens=1400).status_code == 500
+    assert not live.service._generations
+    live.settle()
+    assert live.service.engine.stats().num_decode_tokens < 1000
 
 
 def body_for_client(body: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +159,32 @@ def test_a_choice_that_comes_before_its_prompts_logprobs(text_server: Live, monk
     step = front.step
     monkeypatch.setattr(front, "step", lambda: step()[::-1])
     assert text_server.post("/v1/completions", **body).json()["choices"] == expected
+
+
+def test_choices_that_end_before_their_prompts_logprobs_end_once(
+    text_server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = text_server.service.loop._front
+    held: list[Delta] = []
+    step = front.step
+
+    def late() -> list[Delta]:
+        """Choice 0 comes with the last step, all at once."""
+        deltas = step()
+        held.extend(delta for delta in deltas if delta.choice.index == 0)
+        others = [delta for delta in deltas if delta.choice.index]
+        if not any(delta.answer.finished for delta in deltas):
+            return others
+        ids = [token for delta in held for token in delta.new_ids]
+        return [*others, replace(held[-1], text="".join(delta.text for delta in held), new_ids=ids)]
+
+    monkeypatch.setattr(front, "step", late)
+    body = {"prompt": "kan zi do", "echo": True, "logprobs": 1, "max_tokens": 3, "n": 2, "ignore_eos": True}
+    lines = text_server.post("/v1/completions", **body, stream=True).text.splitlines()
+    parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    for index in (0, 1):
+        reasons = [part["finish_reason"] for part in parts if part["index"] == index]
+        assert reasons == [None] * (len(reasons) - 1) + ["length"]
 
 
 def test_b28_the_stop_text_is_in_neither_answer(scripted: Callable[..., Live]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -126,6 +129,23 @@ def test_too_much_at_once_is_refused_and_told_when_to_come_back(scripted: Callab
     assert live.post(PLAIN, prompt="do", max_tokens=1).status_code == 200
 
 
+def test_requests_that_are_prepared_at_once_are_not_all_let_in(
+    scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the grammar of one is made, others may come; the limit counts when it is ready."""
+    live = scripted({"do": [100] * 1500}, plain=True, max_streams=1)
+    both_prepared = threading.Barrier(2)
+
+    async def prepare(*arguments: object) -> None:
+        await asyncio.to_thread(both_prepared.wait, 10)
+
+    monkeypatch.setattr(live.service, "_compile", prepare)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(live.post, PLAIN, prompt="do", max_tokens=1400) for _ in range(2)]
+        assert sorted(answer.result().status_code for answer in answers) == [200, 429]
+    live.settle()
+
+
 def test_the_queue_has_an_end(scripted: Callable[..., Live]) -> None:
     live = scripted({"do": [100] * 1500}, plain=True, max_num_seqs=1, max_waiting=1)
     body = {"prompt": "do", "max_tokens": 1400, "stream": True}
@@ -188,3 +208,19 @@ def test_a_defect_is_a_500_that_tells_nothing(scripted: Callable[..., Live], mon
     answer = live.post(PLAIN, prompt="do")
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "secret" not in answer.text
+
+
+def test_an_engine_that_fails_before_a_prompt_is_taken_up_is_not_the_clients_fault(
+    scripted: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = scripted({"do": "bada"}, plain=True)
+
+    def broken(*arguments: object, **more: object) -> None:
+        raise RuntimeError("secret")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(live.service.loop._front, "add", broken)
+        answer = live.http.post(PLAIN, json={"prompt": "do"}, timeout=5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+    assert "secret" not in answer.text
+    assert live.post(PLAIN, prompt="do").status_code == 200

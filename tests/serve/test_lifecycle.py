@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -18,7 +19,10 @@ import httpx
 import pytest
 import uvicorn
 
+from hemiola.config.sampling import SamplingParams
 from hemiola.config.serve import ServeConfig
+from hemiola.serve.generation import Generation, Origin
+from hemiola.serve.loop import Finish, Job, Update
 from hemiola.serve.server import Server
 from hemiola.serve.service import Service
 from hemiola.text.tokenizer import Tokenizer
@@ -224,6 +228,26 @@ def test_models_version_and_what_is_refused(text_server: Live) -> None:
     assert text_server.http.get("/v1/models/other").status_code == 404
     assert text_server.http.get("/version").json()["version"]
     assert text_server.post("/v1/embeddings", input="x", model="test").status_code == 400
+
+
+def test_what_comes_after_a_request_was_given_up_is_not_counted(text_tokenizer: Tokenizer) -> None:
+    service = Service(scripted_front({}, text_tokenizer), ServeConfig(port=0), "test")
+
+    async def give_up() -> None:
+        generation = Generation(service.loop, service.metrics, Origin("mine", PLAIN, 0.0), lambda closed: None)
+        job = Job(0, [20], SamplingParams(), generation.receive)
+        begun = asyncio.create_task(generation.begin([job], None))
+        await asyncio.sleep(0)
+        generation.receive(job, None)
+        await begun
+        generation.close()
+        finish = Finish("stop", None, None, 0, None, 0)
+        generation.receive(job, Update(0, "bada", [100], [], 1.0, finish))
+
+    asyncio.run(give_up())
+    text = service.metrics.text().decode()
+    assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="test"} 1.0' in text
+    assert 'finished_reason="stop"' not in text
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -95,6 +95,25 @@ def test_long_text_keeps_no_ids(tokenizer: Tokenizer) -> None:
     assert detokenizer._pending_ids == []
 
 
+@given(
+    st.lists(st.sampled_from([*b"\xff\x80\xbf\xe2\xed\xf0\xf4\x90\xef\xbb\xbd\xc3", None]), min_size=20, max_size=60)
+)
+@settings(max_examples=500, deadline=None)
+def test_long_broken_text_equals_the_whole_decoding(tokenizer: Tokenizer, data: list[int | None]) -> None:
+    """Bytes that seldom make up a character, and ids without bytes (None) among them."""
+    ids = [2 if byte is None else byte_ids(bytes([byte]))[0] for byte in data]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x80", b"\xe2", b"\xf0\x9f\x98", MARK.encode()])
+def test_long_broken_text_keeps_few_ids(tokenizer: Tokenizer, data: bytes) -> None:
+    """Also where ids without bytes come in between."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
+    for token_id in [*byte_ids(data * 50), *[2] * 50]:
+        detokenizer.push(token_id)
+        assert len(detokenizer._pending_ids) <= 8
+
+
 def test_a_tokenizer_whose_text_depends_on_what_stands_before(tmp_path: Path) -> None:
     """Words joined by spaces: not byte-level, and still the whole decoding."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, MARK: 2}, unk_token="a"))
