@@ -97,9 +97,12 @@ def test_sources_that_change_while_they_run_are_not_recorded(
 ) -> None:
     """What is recorded is of the sources before; where they are others afterwards, nothing is."""
     monkeypatch.setattr("hemiola.cli.recording.source_facts", lambda: {"sha256": "2"})
+    ids = model.parent / "trace.json"
+    ids.write_text("[[5, 7, 11, 13]]")
     for command in (
         ("gate", model, golden, "--arms", "reference", "--kv-cache-dtype", "model"),
         ("bench", "--synthetic", NAME, *SMALL),
+        ("trace", model, model, "--dtype-b", "float32", "--prompt-ids", ids, "--max-tokens", 1),
     ):
         result = run(*command, "--record", tmp_path)
         assert result.exit_code == REFUSED
