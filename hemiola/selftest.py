@@ -22,8 +22,9 @@ from hemiola.bench.observe import MeasuredProcessError, busy_in, observe
 from hemiola.bench.trace import covered
 from hemiola.bench.window import Span, WindowError, check_window
 from hemiola.evidence import EvidenceError, Golden, Verdict, capture, gate
+from hemiola.evidence.compare import MODES
 from hemiola.evidence.comparison import why_not
-from hemiola.evidence.gating import find_gates
+from hemiola.evidence.gating import MIN_POSITIONS, find_gates
 from hemiola.evidence.records import FILE, Claim, append, read
 from hemiola.evidence.trace import Side
 from hemiola.evidence.trace import trace as run_trace
@@ -189,7 +190,8 @@ def record_cases(folder: Path) -> Iterator[Case]:
         model=model,
         engine=engine,
         machine={"device": "one GPU"},
-        workload={"modes": ["decode", "prefill"], "cache": {"state": "cold"}},
+        workload={"positions": dict.fromkeys(MODES, MIN_POSITIONS), "cache": {"state": "cold"}},
+        paths=[{"op": "linear", "arm": "device", "variant": "v", "reason": ""}],
         verdict=Verdict.STRICT_PASS.value,
     )
     records = folder / "records"
@@ -203,7 +205,7 @@ def record_cases(folder: Path) -> Iterator[Case]:
         return chain.broken_at is not None, f"broken at line {chain.broken_at}" if chain.broken_at else "whole"
 
     def gated(source: Mapping[str, Any] = source, engine: Mapping[str, Any] = engine) -> tuple[bool, str]:
-        gating = find_gates(chain, source, model, engine, claim.machine)
+        gating = find_gates(chain, source, model, engine, claim.machine, claim.paths)
         return not gating.by, "gated" if gating.by else gating.describe()
 
     def compared(other: Claim) -> tuple[bool, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,10 +88,20 @@ def bench(
     Without --batch and --prefill: decode at batch 1, 8, 32, 64, 128 and 256, prefill of 1 x 8192 and 16 x 1024 tokens.
     A figure is UNGATED unless --record's folder has a green gate of the same commit, engine and formats.
     """
-    from hemiola.bench import LONG_CELLS, STANDARD_CELLS, BenchOptions, MeasuredProcessError, Nvml, cell, command_of
+    from hemiola.bench import (
+        LONG_CELLS,
+        STANDARD_CELLS,
+        BenchOptions,
+        MeasuredProcessError,
+        Nvml,
+        cell,
+        command_of,
+        source_facts,
+    )
     from hemiola.bench import observe as run_observed
     from hemiola.evidence.records import read
 
+    source = source_facts()
     chosen = (
         *(cell("decode", text, steps) for text in batch or ()),
         *(cell("prefill", text) for text in prefill or ()),
@@ -118,9 +128,9 @@ def bench(
             from hemiola.cli.recording import void_bench_claim
             from hemiola.evidence.records import append
 
-            append(record, void_bench_claim(synthetic or Path(model or "shipped").name, str(error)))
+            append(record, void_bench_claim(source, synthetic or Path(model or "shipped").name, str(error)))
         raise typer.Exit(error.status) from None
-    document = judged(seen, record, others)
+    document = judged(seen, source, record, others)
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     if json_file is None:
         sys.stdout.write(text)
@@ -132,13 +142,16 @@ def bench(
         raise typer.Exit(FAILED)
 
 
-def judged(seen: Observation, folder: Path | None, others: Sequence[Record]) -> dict[str, Any]:
+def judged(
+    seen: Observation, source: Mapping[str, Any], folder: Path | None, others: Sequence[Record]
+) -> dict[str, Any]:
     """The document of a run with what the GPU did in each window and, first in every row, what its tokens rest on.
 
-    folder: where gates are looked for and every cell is recorded. others: to compare every cell with.
+    source: of `source_facts` before the run. folder: where gates are looked for and every cell is recorded. others: to
+    compare every cell with. Raises: EvidenceError where there is a folder and the sources changed since.
     """
-    from hemiola.bench import WindowError, machine_facts, source_facts
-    from hemiola.cli.recording import bench_claim
+    from hemiola.bench import WindowError, machine_facts
+    from hemiola.cli.recording import bench_claim, check_unchanged
     from hemiola.evidence.comparison import compare
     from hemiola.evidence.gating import find_gates
     from hemiola.evidence.records import FILE, Chain, append, read
@@ -146,9 +159,10 @@ def judged(seen: Observation, folder: Path | None, others: Sequence[Record]) -> 
     document = dict(seen.document)
     chain = None
     if folder is not None:
+        check_unchanged(source)
         chain = read(folder) if (folder / FILE).exists() else Chain(folder, ())
     machine = machine_facts(document["conditions"]["device"])
-    gating = find_gates(chain, source_facts(), document["model"], document["engine"], machine)
+    gating = find_gates(chain, source, document["model"], document["engine"], machine, document["paths"]["calls"])
     document = {"gate": gating.describe(), **document, "compared": []}
     rows = []
     for row in document["cells"]:
@@ -161,7 +175,7 @@ def judged(seen: Observation, folder: Path | None, others: Sequence[Record]) -> 
         rows.append({"gate": gating.describe(), **row})
         if folder is None:
             continue
-        record = append(folder, bench_claim(document, row, gating))
+        record = append(folder, bench_claim(source, document, row, gating))
         rows[-1]["record"] = record.id
         document["compared"] += [line for other in others for line in compare(other, record)]
     return {**document, "cells": rows}

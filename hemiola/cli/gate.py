@@ -43,11 +43,13 @@ def gate(
 
     No verdict (status 2): another checkpoint, configuration or dtype, nothing to compare, a path that fell back.
     """
+    from hemiola.bench import source_facts
     from hemiola.evidence import MODES, Golden, Verdict, check_identity, identify
     from hemiola.evidence import gate as run_gate
     from hemiola.llm import LLM
     from hemiola.loading import open_manifest
 
+    source = source_facts()
     known = Golden.read(golden)
     _, config, manifest = open_manifest(model, revision)
     identity = identify(manifest, config)
@@ -62,14 +64,17 @@ def gate(
     for note in llm.loaded.notes:
         typer.echo(f"note: {note}", err=True)
     result = run_gate(llm, known, ("prefill",) if prefill_only else MODES, identity)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    document = result.as_dict()
     for line in result.lines():
         typer.echo(line)
     if record is not None:
-        from hemiola.cli.recording import gate_claim
+        from hemiola.cli.recording import check_unchanged, gate_claim
         from hemiola.evidence.records import append
 
-        typer.echo(f"recorded: {append(record, gate_claim(model, llm, identity, result)).id}")
+        check_unchanged(source)
+        document["record"] = append(record, gate_claim(source, model, llm, identity, result)).id
+        typer.echo(f"recorded: {document['record']}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if result.verdict is Verdict.DIVERGENCE:
         raise typer.Exit(FAILED)

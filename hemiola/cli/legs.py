@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ from hemiola.errors import ConfigError
 
 if TYPE_CHECKING:
     from hemiola.evidence.legs import Leg
-    from hemiola.evidence.records import Record
 
 
 def legs(
@@ -63,6 +61,7 @@ def legs(
     is VOID (status 1, as is a red gate). What changes its sign between repeats, or lies among the other's times, is no
     difference.
     """
+    from hemiola.bench import source_facts
     from hemiola.evidence.legs import Processes, run_legs
     from hemiola.loading import shipped_model
 
@@ -89,28 +88,20 @@ def legs(
         if sys.stderr.isatty():
             typer.secho(f"{what} ...", dim=True, err=True)
 
-    started = known(record)
+    source = source_facts()
     result = run_legs(name, [_leg(text) for text in leg], repeats, processes.measure, processes.gate, progress)
     if json_file is not None:
         json_file.write_text(json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for line in result.lines():
         typer.echo(line)
     if record is not None:
-        from hemiola.bench import source_facts
-        from hemiola.cli.recording import command_line
+        from hemiola.cli.recording import check_unchanged, command_line
         from hemiola.evidence.records import append
 
-        gates = [entry.id for entry in known(record)[len(started) :] if entry.claim.kind == "gate"]
-        typer.echo(f"recorded: {append(record, result.claim(command_line(), source_facts(), gates)).id}")
+        check_unchanged(source)
+        typer.echo(f"recorded: {append(record, result.claim(command_line(), source)).id}")
     if result.is_red:
         raise typer.Exit(FAILED)
-
-
-def known(folder: Path | None) -> Sequence[Record]:
-    """The records so far."""
-    from hemiola.evidence.records import FILE, read
-
-    return read(folder).records if folder is not None and (folder / FILE).exists() else ()
 
 
 def _leg(text: str) -> Leg:

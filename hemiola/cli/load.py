@@ -74,16 +74,21 @@ def load(
         values["prompt_words"] = _mix(prompt_words)
     if api_key_file is not None:
         values["api_key"] = first_line(api_key_file)
+    if record is not None:
+        from hemiola.bench import source_facts
+
+        source = source_facts()
     report = asyncio.run(run_load(LoadOptions(**values)))
     if plot is not None:
         from hemiola.cli.distributions import render_svg
 
         Path(plot).write_text(render_svg(report.latencies()), encoding="utf-8")
     if record is not None:
-        from hemiola.cli.recording import load_claim
+        from hemiola.cli.recording import check_unchanged, load_claim
         from hemiola.evidence.records import append
 
-        typer.echo(f"recorded: {append(record, load_claim(report, server_device)).id}", err=True)
+        check_unchanged(source)
+        typer.echo(f"recorded: {append(record, load_claim(source, report, server_device)).id}", err=True)
     text = json.dumps(report.as_dict(), indent=1, allow_nan=False) + "\n"
     if json_file == "-":
         sys.stdout.write(text)

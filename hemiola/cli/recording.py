@@ -15,6 +15,7 @@ from hemiola.bench.machine import describe_device, machine_facts, source_facts, 
 from hemiola.evidence.facts import engine_facts, model_facts, path_facts
 from hemiola.evidence.gate import GateResult
 from hemiola.evidence.gating import Gating
+from hemiola.evidence.golden import EvidenceError
 from hemiola.evidence.identity import Identity
 from hemiola.evidence.records import Claim, Figure, Mark
 from hemiola.evidence.trace import TraceResult
@@ -27,7 +28,21 @@ def command_line() -> list[str]:
     return ["hemiola", *sys.argv[1:]]
 
 
-def gate_claim(model: str, llm: LLM, identity: Identity, result: GateResult) -> Claim:
+def check_unchanged(source: Mapping[str, Any]) -> None:
+    """source: of `source_facts` when a command began. Raises: EvidenceError where the package's sources are others by
+    now: nothing says which of them ran."""
+    if (now := source_facts()["sha256"]) != source["sha256"]:
+        raise EvidenceError(
+            "the sources changed while they ran",
+            found=now,
+            expected=source["sha256"],
+            where="hemiola's sources",
+            remedy="Nothing was recorded. Leave them alone, and run it again.",
+        )
+
+
+def gate_claim(source: Mapping[str, Any], model: str, llm: LLM, identity: Identity, result: GateResult) -> Claim:
+    """source: of `source_facts` when the command began, here and below."""
     loaded = llm.loaded
     figures = []
     for mode in result.results:
@@ -41,14 +56,15 @@ def gate_claim(model: str, llm: LLM, identity: Identity, result: GateResult) -> 
     return Claim(
         kind="gate",
         run=command_line(),
-        source=source_facts(),
+        source=source,
         model=model_facts(model, loaded.manifest, loaded.config, identity.checkpoint_sha256),
         engine=engine_facts(loaded.engine, loaded.manifest),
         machine=machine_facts(describe_device(loaded.engine.model.device)),
         workload={
             "oracle": result.golden.engine,
             "oracle_device": result.golden.device,
-            "modes": [mode.mode for mode in result.results],
+            "golden_sha256": result.golden.sha256,
+            "positions": {mode.mode: mode.figures.num_positions for mode in result.results},
             "prompts": len(result.golden.items),
         },
         seed=loaded.engine.config.seed,
@@ -59,7 +75,7 @@ def gate_claim(model: str, llm: LLM, identity: Identity, result: GateResult) -> 
     )
 
 
-def trace_claim(result: TraceResult) -> Claim:
+def trace_claim(source: Mapping[str, Any], result: TraceResult) -> Claim:
     """Where two sides depart, of which one may be stored: the machine is the one that compared them."""
     first = result.first or result.first_local
     figures = [
@@ -72,7 +88,7 @@ def trace_claim(result: TraceResult) -> Claim:
     return Claim(
         kind="trace",
         run=command_line(),
-        source=source_facts(),
+        source=source,
         model={"name": FilePath(str(result.a.settings["model"])).resolve().name},
         machine=machine_facts(describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))),
         workload={
@@ -87,7 +103,9 @@ def trace_claim(result: TraceResult) -> Claim:
     )
 
 
-def bench_claim(document: Mapping[str, Any], row: Mapping[str, Any], gating: Gating) -> Claim:
+def bench_claim(
+    source: Mapping[str, Any], document: Mapping[str, Any], row: Mapping[str, Any], gating: Gating
+) -> Claim:
     """Of one cell. A cell without a figure is VOID."""
     conditions, nvml = document["conditions"], row.get("nvml", {})
     marks = dict(gating.marks)
@@ -99,7 +117,7 @@ def bench_claim(document: Mapping[str, Any], row: Mapping[str, Any], gating: Gat
     return Claim(
         kind="bench",
         run=command_line(),
-        source=source_facts(),
+        source=source,
         model=document["model"],
         engine=document["engine"],
         machine={**machine_facts(conditions["device"]), "clock_mhz": nvml.get("clock_mhz")},
@@ -132,12 +150,12 @@ def _bench_figures(document: Mapping[str, Any], row: Mapping[str, Any]) -> list[
     return [*figures, Figure("GPU busy (NVML)", nvml["busy"], "of the time", nvml["samples"], low=nvml["busy_min"])]
 
 
-def void_bench_claim(name: str, reason: str) -> Claim:
+def void_bench_claim(source: Mapping[str, Any], name: str, reason: str) -> Claim:
     """Of a measured process that died: that it was tried, and no figure."""
-    return Claim("bench", command_line(), source_facts(), {"name": name}, marks={Mark.VOID.value: reason})
+    return Claim("bench", command_line(), source, {"name": name}, marks={Mark.VOID.value: reason})
 
 
-def load_claim(report: LoadReport, device: str | None) -> Claim:
+def load_claim(source: Mapping[str, Any], report: LoadReport, device: str | None) -> Claim:
     """Of traffic on a server, of which nothing is known but what it answers: never gated. device: that it runs on, as
     the user says."""
     values = report.as_dict()
@@ -156,7 +174,7 @@ def load_claim(report: LoadReport, device: str | None) -> Claim:
     return Claim(
         kind="load",
         run=command_line(),
-        source=source_facts(),
+        source=source,
         model={"name": report.model},
         machine={"device": device, "driver": None, "versions": versions()},
         workload={

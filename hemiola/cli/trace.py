@@ -65,12 +65,14 @@ def trace(
     Outputs of ops and layers, recurrent and convolution states and KV are compared, with a bound from two runs of one
     side. Where the best token differs and only arms do, the smallest set of ops that flips it is looked for.
     """
+    from hemiola.bench import source_facts
     from hemiola.evidence.trace import Side, Trace, run_side
     from hemiola.evidence.trace import trace as run_trace
     from hemiola.evidence.trace_plot import render_svg
 
     if b is None and store is None:
         raise ConfigError("one side alone is only to be stored", expected="B, or --store FILE", where="trace")
+    source = source_facts()
     shared = given(EngineConfig, ctx.params)
     sides = [_side(name, letter, ctx.params, shared) for name, letter in ((a, "a"), (b, "b")) if name is not None]
     running = [side for side in sides if isinstance(side, Side)]
@@ -96,10 +98,11 @@ def trace(
     for line in result.lines():
         typer.echo(line)
     if record is not None:
-        from hemiola.cli.recording import trace_claim
+        from hemiola.cli.recording import check_unchanged, trace_claim
         from hemiola.evidence.records import append
 
-        typer.echo(f"recorded: {append(record, trace_claim(result)).id}")
+        check_unchanged(source)
+        typer.echo(f"recorded: {append(record, trace_claim(source, result)).id}")
     if result.first is not None or result.first_local is not None:
         raise typer.Exit(FAILED)
 

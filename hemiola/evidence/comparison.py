@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hemiola.evidence.gating import SAME
 from hemiola.evidence.records import Claim, Figure, Mark, Record
 
 CLOCK_TOLERANCE = 0.05  # of the larger one of two clocks: less is the same state
@@ -79,13 +78,15 @@ def compare(before: Record, after: Record) -> list[str]:
 
 
 def _changed(one: Claim, other: Claim) -> str:
-    """What ran, and what gating.SAME names of the engine; an op whose arm differs by itself."""
+    """What ran, the engine, an op whose arm differs by itself, and the versions beside them."""
     sides = []
     for claim in (one, other):
         arms = {f"{op} on": arm for op, arm in claim.engine.get("arms", {}).items()}
-        sides.append({"code": claim.code, **arms, **{name: claim.engine.get(name) for name in SAME if name != "arms"}})
+        engine = {name: value for name, value in claim.engine.items() if name != "arms"}
+        versions = {name: value for name, value in (claim.machine.get("versions") or {}).items() if name != "commit"}
+        sides.append({"code": claim.code, **arms, **engine, "driver": claim.machine.get("driver"), **versions})
     old, new = sides
-    changed = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new.get(name)]
+    changed = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
     return "; ".join(changed) or "the same engine"
 
 

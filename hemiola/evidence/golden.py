@@ -15,7 +15,9 @@ Files without dtype, kv_dtype and config are read as they are; other keys are ke
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,13 +34,23 @@ class EvidenceError(HemiolaError):
 @dataclass(frozen=True, slots=True)
 class Noise:
     """How far an oracle is from itself. Log-probability differences in nats over its best tokens; argmax_differs: the
-    part of the positions whose best token differs; the widest margin among those, by its decode (0 without any)."""
+    part of the positions whose best token differs; the widest margin among those, by its decode (0 without any).
+
+    Raises: EvidenceError for a figure that no measurement gives: a verdict would rest on it."""
 
     mean_abs_dlogp: float
     p99_abs_dlogp: float
     argmax_differs: float
     widest_margin_of_a_differing_argmax: float
     positions: int
+
+    def __post_init__(self) -> None:
+        bounds = {"argmax_differs": (0, 1), "positions": (1, math.inf)}
+        for name, value in asdict(self).items():
+            low, high = bounds.get(name, (0, math.inf))
+            if not (math.isfinite(value) and low <= value <= high):
+                expected = f"at least {low}, finite" if high == math.inf else f"{low} to {high}"
+                raise EvidenceError("an oracle's noise out of range", found=value, expected=expected, where=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,12 @@ class Golden:
             "self_noise_decode_vs_prefill": None if self.noise is None else asdict(self.noise),
             "items": [asdict(item) for item in self.items],
         }
+
+    @property
+    def sha256(self) -> str:
+        """Of its content, whatever the order of keys and the white space in a file."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False), encoding="utf-8")

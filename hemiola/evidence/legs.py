@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hemiola.evidence.facts import path_facts
+from hemiola.evidence.gating import too_few
 from hemiola.evidence.golden import EvidenceError
 from hemiola.evidence.paths import Arms, Counts, check_paths, describe_paths
 from hemiola.evidence.records import Claim, Figure, Mark
@@ -64,11 +65,20 @@ class LegRun:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """What `hemiola gate` says of a leg's arms. why: where there is no verdict."""
+    """What `hemiola gate` says of a leg's arms, its document included. why: where there is no verdict."""
 
     verdict: str
     why: str = ""
     document: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def why_ungated(self) -> str:
+        """Why no speed rests on it, or nothing: a pass of enough positions that was recorded."""
+        if not self.verdict.endswith("PASS"):
+            return self.why or self.verdict
+        if reason := too_few({mode["mode"]: mode["positions"] for mode in self.document["modes"]}):
+            return f"its gate is {reason}"
+        return "" if "record" in self.document else "its gate is not recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +206,17 @@ class LegsResult:
         if _names_alike(self):
             yield f"legs that ran the same paths, controls of each other: {', '.join(_names_alike(self))}"
 
-    def claim(self, run: Sequence[str], source: Mapping[str, Any], gated_by: Sequence[str]) -> Claim:
-        """What a record says of it. run, source: see `Claim`. gated_by: ids of the records of the legs' gates."""
+    def claim(self, run: Sequence[str], source: Mapping[str, Any]) -> Claim:
+        """What a record says of it. run, source: see `Claim`."""
         void = {leg.name: self.void(leg.name) for leg in self.legs if self.void(leg.name)}
-        ungated = {name: gated for name, gated in self.gates.items() if not gated.verdict.endswith("PASS")}
+        ungated = [f"leg {name}: {gated.why_ungated}" for name, gated in self.gates.items() if gated.why_ungated]
+        if source["is_dirty"]:
+            ungated = ["the tree is dirty, a gate is of one commit"]
         marks = {}
         if void:
             marks[Mark.VOID.value] = "; ".join(f"leg {name}: {why}" for name, why in void.items())
         if ungated:
-            told = (f"leg {name}: {gated.why or gated.verdict}" for name, gated in ungated.items())
-            marks[Mark.UNGATED.value] = "; ".join(told)
+            marks[Mark.UNGATED.value] = "; ".join(ungated)
         machine = next((run.machine for run in self.runs if run.machine), {})
         device = machine.get("device", {})
         figures = []
@@ -233,7 +244,9 @@ class LegsResult:
                 for path in path_facts(run.counts.items())
             ],
             verdict="\n".join(difference.line() for difference in self.differences()),
-            gated_by=gated_by,
+            gated_by=[]
+            if source["is_dirty"]
+            else [gated.document["record"] for gated in self.gates.values() if not gated.why_ungated],
             marks=marks,
             figures=figures,
             more=self.as_dict(),

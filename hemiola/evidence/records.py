@@ -207,15 +207,14 @@ def _read(folder: Path, data: bytes) -> Chain:
         problem = ""
         try:
             document = json.loads(line)
-            records.append(_record(document, line, number))
-        except (ValueError, KeyError, TypeError, EvidenceError) as error:
-            problem = f"it is no record ({type(error).__name__}: {error})"
-        else:
-            own = document.pop("sha256")
+            record, own = _record(document, line, number), document.pop("sha256")
             if own != _sha256(_dump(document)):
                 problem = "its own hash is another: it was changed"
-            elif document["previous_sha256"] != previous:
+            elif record.previous_sha256 != previous:
                 problem = "the line before it is another than when it was written"
+            records.append(record)
+        except (ValueError, KeyError, TypeError, EvidenceError) as error:
+            problem = f"it is no record ({type(error).__name__}: {error})"
         if not problem and number == len(lines):
             problem = "it ends in the middle"
         if problem and broken_at is None:

@@ -17,13 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 from hemiola.bench import MeasuredProcessError, Nvml, observe
-from hemiola.bench.machine import Sample
+from hemiola.bench.machine import Sample, source_facts, versions
 from hemiola.bench.observe import LOOK_BACK_S, Observation, busy_in
 from hemiola.bench.window import Span, WindowError
 from hemiola.cli import app
 from hemiola.cli.bench import judged, show
 from hemiola.evidence.records import append, read
-from tests.support.claims import gate_claim
+from tests.support.claims import MACHINE, PATHS, SOURCE, gate_claim
 
 PROGRAM = """
 import json, pathlib, sys, time
@@ -149,13 +149,13 @@ def test_a_clock_that_drops_makes_the_record_unsteady(
     seen = watched(phase_file)
     seen.document = document()
     append(tmp_path, gate_claim())
-    (row,) = judged(seen, tmp_path, ())["cells"]
+    (row,) = judged(seen, source(), tmp_path, ())["cells"]
     assert row["nvml"]["unsteady"] == "the SM clock was between 660 and 1980 MHz"
     record = read(tmp_path).records[-1]
     assert record.claim.marks["UNSTEADY"] == row["nvml"]["unsteady"]
     assert record.claim.machine["clock_mhz"]["min"] == 660
-    assert "UNSTEADY decode 2 x 8: the SM clock" in shown(judged(seen, tmp_path, ()), capsys)
-    again = judged(seen, tmp_path, [record])
+    assert "UNSTEADY decode 2 x 8: the SM clock" in shown(judged(seen, source(), tmp_path, ()), capsys)
+    again = judged(seen, source(), tmp_path, [record])
     assert [line.partition(": ")[2] for line in again["compared"]] == ["clock state is unsteady"]
 
 
@@ -164,6 +164,11 @@ def test_what_slows_the_clocks_makes_it_unsteady(nvml: SimpleNamespace, phase_fi
     busy = watched(phase_file).busy(0)
     assert busy["throttle"] == {"power cap": busy["samples"]}
     assert busy["unsteady"] == f"power cap in {busy['samples']} of {busy['samples']} samples"
+
+
+def source() -> dict[str, Any]:
+    """These sources, of a clean tree."""
+    return {**SOURCE, "sha256": source_facts()["sha256"]}
 
 
 def document() -> dict[str, Any]:
@@ -187,7 +192,7 @@ def document() -> dict[str, Any]:
     return {
         "model": claim.model,
         "engine": dict(claim.engine) | {"prefix_caching": False},
-        "paths": {"calls": [], "verdict": "no call ran on the reference arm"},
+        "paths": {"calls": PATHS, "verdict": "no call ran on the reference arm"},
         "start_s": {"weights": 2.0, "together": 2.0},
         "memory": {"weights_resident": 1_000_000_000},
         "copy": {"bytes_per_s": 1e9, "way": "copy_"},
@@ -208,12 +213,11 @@ def shown(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_every_line_with_a_figure_begins_with_ungated_where_nothing_vouches(
-    nvml: SimpleNamespace, phase_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    nvml: SimpleNamespace, phase_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = watched(phase_file)
     seen.document = document()
-    judged_document = judged(seen, tmp_path, ())
+    judged_document = judged(seen, source(), tmp_path, ())
     assert judged_document["gate"].startswith("UNGATED: ")
     assert next(iter(judged_document["cells"][0].values())).startswith("UNGATED: "), "the first word of a row"
     assert list(read(tmp_path).records[-1].claim.marks) == ["UNGATED"]
@@ -224,11 +228,9 @@ def test_every_line_with_a_figure_begins_with_ungated_where_nothing_vouches(
     assert "UNGATED weights: 1.000 GB / 2.00 s = 0.50 GB/s" in lines
     assert "UNGATED prefill of decode 2 x 8: 2 x 8 = 16 tokens / 0.0100 s = 1,600 tokens/s" in "\n".join(lines)
 
-    source = {"commit": "1" * 40, "is_dirty": False, "sha256": "2" * 64}
-    monkeypatch.setattr("hemiola.bench.source_facts", lambda: source)
-    engine = seen.document["engine"]
-    gate = append(tmp_path, gate_claim(source=source, engine=engine))
-    judged_document = judged(seen, tmp_path, ())
+    engine, machine = seen.document["engine"], {**MACHINE, "versions": versions()}
+    gate = append(tmp_path, gate_claim(source=source(), engine=engine, machine=machine))
+    judged_document = judged(seen, source(), tmp_path, ())
     assert judged_document["gate"].startswith(f"gated by {gate.id} (NOISE PASS) on lightning")
     assert read(tmp_path).records[-1].claim.gated_by == [gate.id]
     assert "UNGATED" not in shown(judged_document, capsys)

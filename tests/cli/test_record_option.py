@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from hemiola.bench import source_facts
 from hemiola.cli import app
 from hemiola.cli.ending import FAILED, REFUSED
+from hemiola.evidence import Golden
 from hemiola.evidence.identity import checkpoint_digest
 from hemiola.evidence.records import append, read
 from hemiola.loading import open_manifest
@@ -47,6 +48,7 @@ def test_a_speed_rests_on_the_gate_of_its_commit_and_engine(
     model: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hemiola.bench.machine.commit", lambda: CLEAN)
+    monkeypatch.setattr("hemiola.evidence.gating.MIN_POSITIONS", 8)
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of the measured process, as in this one
     gated = run("gate", model, golden, "--arms", "reference", "--kv-cache-dtype", "model", "--record", tmp_path)
     assert gated.exit_code == 0, gated.output
@@ -56,7 +58,8 @@ def test_a_speed_rests_on_the_gate_of_its_commit_and_engine(
     assert claim.verdict in ("STRICT PASS", "NOISE PASS")
     assert claim.source == {"commit": CLEAN, "is_dirty": False, "sha256": source_facts()["sha256"]}
     assert claim.model["checkpoint_sha256"] == checkpoint_digest(open_manifest(model)[2].checkpoint)
-    assert claim.workload["modes"] == ["decode", "prefill"]
+    assert claim.workload["positions"] == {"decode": 8, "prefill": 8}
+    assert claim.workload["golden_sha256"] == Golden.read(golden).sha256
     assert sum(path["calls"] for path in claim.paths if path["arm"] == "reference") > 0
     assert claim.figures[0].name == "decode: tokens equal"
     assert (claim.figures[0].value, claim.figures[0].unit) == (8, "of 8")
@@ -87,6 +90,24 @@ def test_a_red_gate_is_recorded_too(model: Path, golden: Path, tmp_path: Path) -
     result = run("gate", model, wrong, "--arms", "reference", "--kv-cache-dtype", "model", "--record", tmp_path)
     assert result.exit_code == FAILED, result.output
     assert read(tmp_path).records[0].claim.verdict == "DIVERGENCE"
+
+
+def test_sources_that_change_while_they_run_are_not_recorded(
+    model: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded is of the sources before; where they are others afterwards, nothing is."""
+    monkeypatch.setattr("hemiola.cli.recording.source_facts", lambda: {"sha256": "2"})
+    ids = model.parent / "trace.json"
+    ids.write_text("[[5, 7, 11, 13]]")
+    for command in (
+        ("gate", model, golden, "--arms", "reference", "--kv-cache-dtype", "model"),
+        ("bench", "--synthetic", NAME, *SMALL),
+        ("trace", model, model, "--dtype-b", "float32", "--prompt-ids", ids, "--max-tokens", 1),
+    ):
+        result = run(*command, "--record", tmp_path)
+        assert result.exit_code == REFUSED
+        assert "the sources changed while they ran; found 2" in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_to_be_compared_with_has_to_be_there(tmp_path: Path) -> None:

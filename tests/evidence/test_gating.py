@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from hemiola.evidence.comparison import compare, why_not
-from hemiola.evidence.gating import Gating, find_gates
+from hemiola.evidence.gating import MIN_POSITIONS, Gating, find_gates
 from hemiola.evidence.records import Claim, Figure, Mark, Record, append, read
-from tests.support.claims import ENGINE, MACHINE, MODEL, SOURCE, bench_claim, gate_claim
+from tests.support.claims import ENGINE, MACHINE, MODEL, PATHS, SOURCE, bench_claim, gate_claim
 
 
 def gated(folder: Path, *claims: Claim, **facts: Any) -> Gating:
     for claim in claims:
         append(folder, claim)
-    values = {"source": SOURCE, "model": MODEL, "engine": ENGINE, "machine": MACHINE} | facts
+    values = {"source": SOURCE, "model": MODEL, "engine": ENGINE, "machine": MACHINE, "paths": PATHS} | facts
     return find_gates(read(folder), **values)
 
 
@@ -46,11 +46,53 @@ def test_a_checkpoint_rests_on_its_own_gate_alone(tmp_path: Path) -> None:
     assert gated(tmp_path, gate_claim(model=own), model=own).describe().endswith("on lightning: this checkpoint")
 
 
+def compared(golden: str = "9", decode: int = MIN_POSITIONS, prefill: int = MIN_POSITIONS) -> dict[str, Any]:
+    return {"golden_sha256": golden * 64, "positions": {"decode": decode, "prefill": prefill}}
+
+
 def test_the_latest_gate_of_a_checkpoint_counts(tmp_path: Path) -> None:
     red = gated(tmp_path, gate_claim(), gate_claim(verdict="DIVERGENCE"))
     assert "is red" in red.why_not
     assert gated(tmp_path, model={**MODEL, "checkpoint_sha256": "e" * 64}).why_not.endswith("is red (DIVERGENCE)")
     assert gated(tmp_path, gate_claim()).by, "mended"
+
+
+def test_the_latest_gate_counts_by_each_golden(tmp_path: Path) -> None:
+    """A golden that the engine passes does not take back what another one showed."""
+    own = {"model": {**MODEL, "checkpoint_sha256": "e" * 64}}
+    red, easy = gate_claim(verdict="DIVERGENCE"), gate_claim(workload=compared("8"))
+    for facts in ({}, own):
+        assert "is red" in gated(tmp_path, red, easy, **facts).why_not
+    both = gated(tmp_path, gate_claim(), **own)
+    assert [record.claim.workload["golden_sha256"][0] for record in both.by] == ["9", "8"], "mended by its own golden"
+
+
+def test_a_red_gate_counts_however_little_it_compared(tmp_path: Path) -> None:
+    red = gate_claim(verdict="DIVERGENCE", workload=compared("8", decode=0, prefill=1))
+    assert "is red" in gated(tmp_path, gate_claim(), red).why_not
+    assert "is red" in gated(tmp_path, gate_claim(workload=compared("8", decode=99))).why_not, "too little to mend it"
+    assert gated(tmp_path, gate_claim(workload=compared("8"))).by
+
+
+def test_a_gate_has_to_have_run_what_the_measurement_took(tmp_path: Path) -> None:
+    """Another variant or op, on drawn weights and on the gate's own checkpoint, until one gate has run it."""
+    own = {"model": {**MODEL, "checkpoint_sha256": "e" * 64}}
+    for change in ({"variant": "w4a16"}, {"op": "ssd_scan"}, {"arm": "reference"}):
+        path = {**PATHS[0], **change}
+        name = f"{path['op']} on the {path['arm']} arm as {path['variant']}"
+        for facts, why in (({}, "no green gate covers"), (own, "its gate did not run")):
+            folder = tmp_path / f"{name} {len(facts)}"
+            gating = gated(folder, gate_claim(), paths=[*PATHS, path], **facts)
+            assert gating.marks == {"UNGATED": f"{why} {name}"}
+            second = gate_claim(paths=[{**path, "calls": 1}], workload=compared("8"))
+            assert len(gated(folder, second, paths=[*PATHS, path], **facts).by) == 2
+
+
+def test_calls_that_fell_back_or_were_not_counted_are_not_gated(tmp_path: Path) -> None:
+    fallen = {**PATHS[0], "arm": "reference", "variant": "torch", "reason": "no kernel"}
+    gating = gated(tmp_path, gate_claim(paths=[*PATHS, fallen]), paths=[*PATHS, fallen])
+    assert gating.marks == {"UNGATED": "calls fell back to another arm: linear (no kernel)"}
+    assert gated(tmp_path, paths=[]).why_not == "no call was counted"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +106,12 @@ def test_the_latest_gate_of_a_checkpoint_counts(tmp_path: Path) -> None:
         ({"engine": {**ENGINE, "kv_dtype": "fp8"}}, "1 with kv_dtype fp8, not bf16"),
         ({"engine": {**ENGINE, "invariant": True}}, "1 with invariant True, not False"),
         ({"engine": {**ENGINE, "cuda_graphs": False}}, "1 with cuda_graphs False, not None"),
-        ({"workload": {"modes": ["prefill"]}}, "1 without decode"),
+        ({"machine": {**MACHINE, "driver": "590.1"}}, "1 with driver 590.1, not 580.1"),
+        ({"machine": {**MACHINE, "versions": {"torch": "2.12", "triton": "3.6"}}}, "1 with torch 2.12, not 2.11"),
+        ({"machine": {**MACHINE, "versions": {"torch": "2.11"}}}, "1 with triton None, not 3.6"),
+        ({"workload": compared(decode=0)}, "1 with fewer than 100 positions (0 in decode)"),
+        ({"workload": compared(decode=99, prefill=4)}, "1 with fewer than 100 positions (99 in decode, 4 in prefill)"),
+        ({"workload": {}}, "1 with fewer than 100 positions (0 in decode, 0 in prefill)"),
         ({"kind": "trace"}, "no gate record of this commit and engine"),
     ],
 )
@@ -78,7 +125,7 @@ def test_a_gate_of_something_else_is_none(tmp_path: Path, change: dict[str, Any]
 def test_a_dirty_tree_or_no_records_gate_nothing(tmp_path: Path) -> None:
     assert gated(tmp_path, gate_claim()).by
     assert "the tree is dirty" in gated(tmp_path, source={**SOURCE, "is_dirty": True}).why_not
-    assert find_gates(None, SOURCE, MODEL, ENGINE, MACHINE).why_not.startswith("no folder of records")
+    assert find_gates(None, SOURCE, MODEL, ENGINE, MACHINE, PATHS).why_not.startswith("no folder of records")
 
 
 def test_without_a_repository_the_sources_have_to_be_the_same(tmp_path: Path) -> None:
@@ -152,5 +199,21 @@ def test_like_is_compared_with_like_in_times_and_rates_alone() -> None:
     engine = {**ENGINE, "kv_dtype": "fp8", "arms": {**ENGINE["arms"], "linear": "reference"}}
     (line, _) = compare(of(slow), of(replace(fast, engine=engine, source={**SOURCE, "commit": "1" * 40})))
     assert "(code c0ffeec0ff -> 1111111111; linear on device -> reference; kv_dtype bf16 -> fp8)" in line
+    small = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 512, "legs": "a"}
+    machine = {**MACHINE, "driver": "590", "versions": {"torch": "2.12", "commit": "1"}}
+    for before, after, told in (
+        (
+            slow,
+            replace(fast, engine=small),
+            "max_num_seqs None -> 8; max_num_batched_tokens None -> 512; legs None -> a",
+        ),
+        (
+            replace(slow, engine=small),
+            fast,
+            "max_num_seqs 8 -> None; max_num_batched_tokens 512 -> None; legs a -> None",
+        ),
+        (slow, replace(fast, machine=machine), "driver 580.1 -> 590; torch 2.11 -> 2.12; triton 3.6 -> None"),
+    ):
+        assert compare(of(before), of(after))[0].startswith(f"against abababababab ({told}), time")
     none = replace(fast, figures=[Figure("time per step", None, "ms", why="so")])
     assert compare(of(slow), of(none)) == []

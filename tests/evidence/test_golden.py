@@ -57,6 +57,18 @@ def test_recorded_files_are_read_and_written_as_they_are(scheme: str, tmp_path: 
         (lambda g: g["items"][0]["prefill_top"].__setitem__(3, []), "a position without log-probabilities"),
         (lambda g: g["items"][0]["prefill_top"].__setitem__(3, [[1, None]]), "NoneType"),
         (lambda g: g["self_noise_decode_vs_prefill"].pop("positions"), "positions"),
+        (lambda g: g["self_noise_decode_vs_prefill"].update(mean_abs_dlogp="0.1"), "must be real number"),
+        *(
+            (lambda g, name=name, value=value: g["self_noise_decode_vs_prefill"].update({name: value}), name)
+            for name, values in {
+                "mean_abs_dlogp": (float("nan"), float("inf"), -0.1),
+                "p99_abs_dlogp": (float("nan"),),
+                "argmax_differs": (-0.1, 1.01, float("nan")),
+                "widest_margin_of_a_differing_argmax": (float("inf"), -1),
+                "positions": (0, -3),
+            }.items()
+            for value in values
+        ),
     ],
 )
 def test_a_file_of_another_form_is_refused(damage: Callable[[Any], object], named: str) -> None:
@@ -64,6 +76,14 @@ def test_a_file_of_another_form_is_refused(damage: Callable[[Any], object], name
     damage(document)
     with pytest.raises(EvidenceError, match=named):
         Golden.from_json(document)
+
+
+def test_a_golden_is_known_by_its_content() -> None:
+    document = json.loads((FOLDER / "golden-bf16.json").read_text())
+    golden = Golden.from_json(document)
+    assert Golden.from_json(dict(reversed(document.items()))).sha256 == golden.sha256
+    document["items"][3]["decode_top"][7][1][1] -= 0.001
+    assert Golden.from_json(document).sha256 != golden.sha256
 
 
 def test_no_json_at_all_is_refused(tmp_path: Path) -> None:

@@ -15,14 +15,22 @@ from typer.testing import CliRunner
 from hemiola import LLM
 from hemiola.cli import app
 from hemiola.cli.ending import FAILED, REFUSED
-from hemiola.evidence import EvidenceError, capture
+from hemiola.evidence import MODES, EvidenceError, capture
+from hemiola.evidence.gating import MIN_POSITIONS
 from hemiola.evidence.legs import Gated, Leg, LegRun, LegsResult, Processes, read_run, run_legs
 from hemiola.evidence.records import Claim, read
 
 A = Leg("a", "device", "device")
 B = Leg("b", {"*": "device", "ssd_update": "reference"}, "device,ssd_update=reference")
 CELL = "decode 1 x 128"
-GREEN = Gated("NOISE PASS")
+
+
+def green(record: str = "0123456789ab", positions: int = MIN_POSITIONS) -> Gated:
+    modes = [{"mode": mode, "positions": positions} for mode in MODES]
+    return Gated("NOISE PASS", document={"modes": modes, "record": record})
+
+
+GREEN = green()
 
 
 def document(ms: float, ssd_update: str = "device", **changes: Any) -> dict[str, Any]:
@@ -62,8 +70,8 @@ def measured(times: Mapping[str, list[float]], arms: Mapping[str, str], **change
     return run_legs("model", [A, B], len(times["a"]), measure, lambda leg: GREEN)
 
 
-def claim_of(result: LegsResult) -> Claim:
-    return result.claim(["hemiola", "legs"], {"commit": "1", "is_dirty": False}, gated_by=["0123456789ab"])
+def claim_of(result: LegsResult, is_dirty: bool = False) -> Claim:
+    return result.claim(["hemiola", "legs"], {"commit": "1", "is_dirty": is_dirty})
 
 
 ARMS = {"a": "device", "b": "reference"}
@@ -85,8 +93,7 @@ def test_a_difference_of_one_sign() -> None:
     assert (claim.machine["device"], claim.machine["driver"], claim.marks) == ("H200", "580", {})
     assert [figure.value for figure in claim.figures if figure.name == f"leg b, {CELL}"] == [1.5]
     assert "b against a" in claim.verdict
-    with pytest.raises(EvidenceError, match="a speed without a verdict on its tokens"):
-        result.claim(["hemiola"], {}, gated_by=[])
+    assert claim.gated_by == ["0123456789ab"] * 2
     assert (
         measured({"a": [2.0, 2.0, 2.1], "b": [1.0, 1.9, 1.5]}, ARMS).as_dict()["differences"][0]["verdict"] == "faster"
     )
@@ -169,6 +176,32 @@ def test_verdicts_stand_beside_the_legs() -> None:
             run_legs("model", legs, 1, measure, lambda leg: GREEN)
 
 
+def test_what_a_speed_of_legs_rests_on() -> None:
+    """The records of the legs' own gates, where they are green, of enough positions, and of a clean tree."""
+
+    def claim(b: Gated, is_dirty: bool = False) -> Claim:
+        gates = {"a": green("a" * 12), "b": b}
+        result = run_legs(
+            "model",
+            [A, B],
+            2,
+            lambda leg, repeat: read_run(leg, repeat, document(1.0, ARMS[leg.name])),
+            lambda leg: gates[leg.name],
+        )
+        return claim_of(result, is_dirty)
+
+    both = claim(green("b" * 12))
+    assert (both.gated_by, both.marks) == (["a" * 12, "b" * 12], {})
+    dirty = claim(green("b" * 12), is_dirty=True)
+    assert (dirty.gated_by, dirty.marks) == ([], {"UNGATED": "the tree is dirty, a gate is of one commit"})
+    few = claim(green("b" * 12, positions=99))
+    assert few.gated_by == ["a" * 12]
+    why = "leg b: its gate is with fewer than 100 positions (99 in decode, 99 in prefill)"
+    assert few.marks == {"UNGATED": why}
+    unrecorded = Gated("STRICT PASS", document={"modes": GREEN.document["modes"]})
+    assert claim(unrecorded).marks == {"UNGATED": "leg b: its gate is not recorded"}
+
+
 def test_processes_get_the_same_but_for_the_arms(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
@@ -208,7 +241,7 @@ def test_the_command(tiny_folder: Callable[..., Path], tmp_path: Path, monkeypat
     folder = tiny_folder("ME*-")
     golden, out = tmp_path / "golden.json", tmp_path / "legs.json"
     llm = LLM(folder, arms="reference", cache_bytes=16 << 20, max_model_len=256)
-    capture(llm, [[5, 7, 11], [3]], max_tokens=4).write(golden)
+    capture(llm, [[5, 7, 11], [3]], max_tokens=50).write(golden)
     command = ["legs", "--model", str(folder), "--golden", str(golden), "--json", str(out), "--repeats", "2"]
     command += ["--batch", "1x16", "--prefill", "1x32", "--steps", "32"]
     arms = ["--leg", "a=reference", "--leg", "b=reference"]
@@ -228,8 +261,9 @@ def test_the_command(tiny_folder: Callable[..., Path], tmp_path: Path, monkeypat
     assert "leg c, device: VOID" in result.stdout
     gates, legs = read(tmp_path).records[:-1], read(tmp_path).records[-1]
     assert [(gate.claim.kind, gate.claim.verdict) for gate in gates] == [("gate", "STRICT PASS")] * 2
-    assert (legs.claim.kind, legs.claim.gated_by) == ("legs", [gate.id for gate in gates])
-    assert list(legs.claim.marks) == ["UNGATED", "VOID"]
+    assert legs.claim.kind == "legs"
+    assert legs.claim.gated_by == ([] if legs.claim.source["is_dirty"] else [gate.id for gate in gates])
+    assert sorted(legs.claim.marks) == ["UNGATED", "VOID"]
     assert "leg a, decode 1 x 16" in {figure.name for figure in legs.claim.figures}
 
 

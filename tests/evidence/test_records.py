@@ -57,6 +57,8 @@ def test_each_line_has_the_hash_of_the_bytes_before_it(folder: Path) -> None:
         (lambda a, b, c: [a, b, c.rstrip(b"\n")], 3, "ends in the middle"),
         (lambda a, b, c: [a, b"{}\n", c], 2, "no record"),
         (lambda a, b, c: [a, b"\xff\n", b, c], 2, "no record"),
+        (lambda a, b, c: [a, b.replace(b'"sha256":', b'"sha255":'), c], 2, "no record"),
+        (lambda a, b, c: [a, b.replace(b'"value":4.0', b'"value":NaN'), c], 2, "no record"),
     ],
 )
 def test_the_first_broken_line_is_named(folder: Path, change: object, line: int, why: str) -> None:

@@ -24,7 +24,7 @@ MODEL: dict[str, Any] = {
 MACHINE: dict[str, Any] = {
     "device": "GPU X",
     "driver": "580.1",
-    "versions": {"torch": "2.11"},
+    "versions": {"torch": "2.11", "triton": "3.6"},
     "clock_mhz": {"start": 1980, "min": 1975, "median": 1980, "max": 1980},
 }
 PATHS = [{"op": "linear", "arm": "device", "variant": "fp8", "reason": "", "calls": 7}]
@@ -38,7 +38,12 @@ def gate_claim(**changes: Any) -> Claim:
         model={**MODEL, "checkpoint_sha256": "e" * 64},
         engine=ENGINE,
         machine=MACHINE,
-        workload={"oracle": "vLLM 0.25.0", "prompts": 24, "modes": ["decode", "prefill"]},
+        workload={
+            "oracle": "vLLM 0.25.0",
+            "golden_sha256": "9" * 64,
+            "prompts": 24,
+            "positions": {"decode": 1152, "prefill": 1152},
+        },
         seed=0,
         paths=PATHS,
         verdict="NOISE PASS",
