@@ -73,10 +73,12 @@ class StepOutput:
         return self.request.is_finished
 
 
-def _merged(outputs: Sequence[StepOutput]) -> list[StepOutput]:
-    """One output a request, in the order of their first: a step that the host waits for brings the one before, too."""
-    by_request: dict[Request, StepOutput] = {}
-    for output in outputs:
+def _joined(earlier: list[StepOutput], later: list[StepOutput]) -> list[StepOutput]:
+    """What two steps brought, one output a request: the host took them at once."""
+    if not earlier:
+        return later
+    by_request = {output.request: output for output in earlier}
+    for output in later:
         request, before = output.request, by_request.get(output.request)
         by_request[request] = output if before is None else StepOutput(request, before.new_ids + output.new_ids)
     return list(by_request.values())
@@ -215,17 +217,17 @@ class Engine:
         try:
             step = self._launch()
             if before is not None:
-                self._outputs += self._collect(before)
+                self._outputs = _joined(self._outputs, self._collect(before))
             if step is not None:
                 self._complete(step)
                 if step.must_collect or not self.overlaps:
-                    self._outputs += self._collect(step)
+                    self._outputs = _joined(self._outputs, self._collect(step))
                 else:
                     self._in_flight = step
         except BaseException:
             self._distrust()
             raise
-        outputs, self._outputs = _merged(self._outputs), []
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _launch(self) -> _Step | None:

@@ -28,7 +28,6 @@ from hemiola.ops import Path as OpPath
 from hemiola.ops.table import OTHERS
 
 FEWEST = 3  # repeats that a difference needs
-UNGATED = "UNGATED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class LegsResult:
     def is_red(self) -> bool:
         """Whether a leg is void, or its tokens are not the golden's."""
         return any(self.void(leg.name) for leg in self.legs) or any(
-            not gated.verdict.endswith("PASS") for gated in self.gates.values() if gated.verdict != UNGATED
+            not gated.verdict.endswith("PASS") for gated in self.gates.values() if gated.verdict != Mark.UNGATED.value
         )
 
     @property
@@ -343,7 +342,7 @@ class Processes:
 
     def gate(self, leg: Leg) -> Gated:
         if self.golden is None:
-            return Gated(UNGATED, "no golden was given")
+            return Gated(Mark.UNGATED.value, "no golden was given")
         command = ["gate", self.model[-1], str(self.golden), *self.gating, *self.shared, "--arms", leg.given]
         status, document, said = _run(command)
         if document is None:

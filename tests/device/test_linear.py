@@ -21,6 +21,7 @@ from tests.support.weights import E2M1, SCHEMES
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SEED = secrets.randbelow(2**31)
+UNQUANTISED = "activations that are not quantised"
 GAP = 4.0  # how many times larger the smallest defect's error has to be
 
 SIZES = {
@@ -91,7 +92,7 @@ def defects(x: Tensor, weight: Weight, exact: Tensor) -> dict[str, Tensor]:
     if len(x) > 1:
         found["tokens shifted by one"] = exact.roll(1, 0)
     if weight.scheme is Scheme.FP8:
-        found["activations that are not quantised"] = x.double() @ dense.T
+        found[UNQUANTISED] = x.double() @ dense.T
     if weight.scheme is Scheme.NVFP4:
         found["swapped nibbles"] = a @ dense.view(len(dense), -1, 2).flip(-1).reshape(dense.shape).T
         halves = torch.cat((dense[:, 32:64], dense[:, :32], dense[:, 64:]), 1)
@@ -135,7 +136,7 @@ def test_product(scheme: Scheme, out_size: int, in_size: int, invariant: bool) -
             where = f"{scheme.name} {out_size}x{in_size} T={num_tokens}"
             print(f"{where}: {error:.2e}, {name} {wrong:.2e}, share {share:.1e}")
             assert wrong > 2 * error, (num_tokens, name)
-            assert wrong > GAP * error or share < 1 / GAP**2, (num_tokens, name)
+            assert wrong > GAP * error or (name == UNQUANTISED and share < 1 / GAP**2), (num_tokens, name)
             assert share < 1 / GAP, (num_tokens, name)
 
 

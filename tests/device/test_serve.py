@@ -7,13 +7,12 @@ import signal
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 
 from tests.support.server_process import Process
 
-httpx = pytest.importorskip("httpx")
+httpx, psutil = pytest.importorskip("httpx"), pytest.importorskip("psutil")
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 5000}
