@@ -2,8 +2,8 @@
 
 A constraint follows one request's output and allows some ids for its next position, before any other processing of
 the logits. It is brought up to date from the output ids that the request has, so sampling a position again (after a
-fault of another row, or after preemption) changes nothing. It has to know all of them: steps that hold such a request
-wait for the one before (Sampler.waits_for).
+fault of another row, or after preemption) changes nothing. It has to know all of them, and does: a step is drawn from
+after the one before was collected, while the device computes.
 """
 
 from __future__ import annotations

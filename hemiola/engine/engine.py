@@ -1,10 +1,10 @@
 """Engine: owns a model, its caches and a scheduler; `step()` moves every scheduled request by one step.
 
 A step is: schedule, make the copies that the schedule asks for, run the model and sample, publish what it wrote (and
-copy the snapshots), collect the ids. On a GPU the ids are collected while the next step runs, unless a request's own
-parameters need them on the host first (penalties, forced ids, constraints, log-probabilities): the next step is
-scheduled with the tokens pending. A request that turns out to be finished has then run for one step too many; its row
-is dropped, and what it wrote belongs to nobody.
+copy the snapshots), collect the ids. On a GPU the ids are collected while the next step runs, which is scheduled with
+the tokens pending, unless a request needs more than its ids (forced ids, log-probabilities); then its own ids are drawn,
+by penalties and constraints that know all before. A request that turns out to be finished has run for one step too
+many; its row is dropped, and what it wrote belongs to nobody.
 
 What goes wrong for one request in sampling or log-probabilities ends that request; what goes wrong before leaves no
 cached content trusted: everything is computed again, and the error goes to the caller.
@@ -43,6 +43,20 @@ T = TypeVar("T")
 _MASK = (1 << 63) - 1
 # What one request can make the code raise that serves it alone.
 REQUEST_FAULTS = (HemiolaError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class _Ended:
+    """Sampled in place of a request that has ended since its step was launched: the best id, which nobody reads."""
+
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    num_outputs = 0
+    params = SamplingParams()
+    seed = 0
+    constraint = None
+
+
+_ENDED = _Ended()
 
 
 @dataclass(slots=True)
@@ -219,6 +233,7 @@ class Engine:
             if before is not None:
                 self._outputs = _joined(self._outputs, self._collect(before))
             if step is not None:
+                self._draw(step)
                 self._complete(step)
                 if step.must_collect or not self.overlaps:
                     self._outputs = _joined(self._outputs, self._collect(step))
@@ -238,7 +253,6 @@ class Engine:
             return None
         due = [index for index, row in enumerate(rows) if row.reaches_end]
         launched = self.runner.launch([self._batch_row(row) for row in rows], due)
-        requests = [rows[index].request for index in due]
         step = _Step(
             rows=rows,
             due=due,
@@ -251,16 +265,19 @@ class Engine:
                 row.request.params.prompt_logprobs is not None or self.sampler.waits_for(row.request) for row in rows
             ),
         )
-        if launched.logits is not None:
-            self._draw(step, launched.logits, requests)
         self._num_steps += 1
         self._num_decode_tokens += sum(row.is_decode for row in rows)
         self._num_prefill_tokens += sum(row.num_tokens for row in rows if not row.is_decode)
         return step
 
-    def _draw(self, step: _Step, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-        """Sample the next id of each request; one by one when that fails, to see whose fault it is: a draw depends on
-        nothing else."""
+    def _draw(self, step: _Step) -> None:
+        """Sample the next id of each request, whose ids before are known by now, while the device computes the logits.
+        One by one when that fails, to see whose fault it is: a draw depends on nothing else."""
+        logits = step.launched.logits
+        if logits is None:
+            return
+        due = [step.rows[index].request for index in step.due]
+        requests = [_ENDED if request.is_finished else request for request in due]
         try:
             ids = self.sampler.sample(logits, requests, step.launched.best)
         except REQUEST_FAULTS:
@@ -272,7 +289,7 @@ class Engine:
                     step.faults[place] = fault
             return
         if self.overlaps and ids is not step.launched.best:  # a graph keeps its best ids itself
-            self.runner.remember([request.state_slot for request in requests], ids)
+            self.runner.remember([request.state_slot for request in due], ids)
         step.ids = Ids(ids)
 
     def _complete(self, step: _Step) -> None:

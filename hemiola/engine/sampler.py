@@ -71,10 +71,10 @@ class Sampler:
         return sampled_id if forced_id is None else forced_id
 
     def waits_for(self, request: SampledRequest) -> bool:
-        """Whether the host has to know a request's next id before the one after it can be computed, or its logits."""
-        params = request.params
-        needs_ids = bool(params.forced_output_ids) or request.constraint is not None or _has_penalties(params)
-        return params.logprobs is not None or needs_ids
+        """Whether a step with it is collected before the next one is launched: its id is not the one that was sampled,
+        or its log-probabilities need logits that the next step writes over. Whoever needs earlier ids alone (penalties,
+        constraints) need not: a draw comes after the step before was collected."""
+        return request.params.logprobs is not None or bool(request.params.forced_output_ids)
 
     def top_logprobs(self, logits: Tensor, k: int, chosen_ids: Sequence[int]) -> list[list[tuple[int, float]]]:
         """The k best ids of every row with their log-probabilities, best first, ties to the lower id.

@@ -118,12 +118,6 @@ def test_sampling_again_changes_nothing() -> None:
     assert request.constraint.taken == [3, 4]
 
 
-def test_a_request_with_a_constraint_is_waited_for() -> None:
-    sampler = Sampler(Ops("reference", KeptForms(0)), VOCAB, (2,))
-    assert sampler.waits_for(Request(Allowing(None)))
-    assert not sampler.waits_for(Request())
-
-
 def test_a_constraint_that_fails_ends_its_request_alone() -> None:
     front = scripted_front({(5,): [20, 21, 2], (6,): [20, 21, 2]})
     good, bad = front.add([5], SamplingParams()), front.add([6], SamplingParams())

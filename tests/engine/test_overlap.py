@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hemiola.config.sampling import SamplingParams
-from hemiola.engine.request import FinishReason
+from hemiola.engine.request import FinishReason, Request
 from hemiola.llm import LLM
 from hemiola.model.batch import PENDING
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
@@ -74,7 +75,59 @@ def test_every_kind_of_request_gets_what_it_gets_alone(folder: Path, settings: d
     assert engine.scheduler.slots.num_free == engine.scheduler.slots.size
 
 
-def test_a_step_is_launched_with_the_token_pending(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Following:
+    """Allows one of three ids next, by those said before; may not be asked once its request has ended."""
+
+    def __init__(self) -> None:
+        self.said: list[int] = []
+        self.request: Request | None = None
+        self.is_finished = False
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.said)
+
+    def accept(self, token_id: int) -> None:
+        assert token_id in self.allowed
+        self.said.append(token_id)
+
+    def fill(self, mask: torch.Tensor) -> bool:
+        assert self.request is not None
+        assert not self.request.is_finished, "asked after the end"
+        assert self.said == self.request.output_ids, "asked before all ids are known"
+        mask.zero_()
+        for i in self.allowed:
+            mask[i // 32] |= 1 << i % 32
+        return True
+
+    @property
+    def allowed(self) -> set[int]:
+        return {20 + (sum(self.said) + step) % 30 for step in (len(self.said), 7, 19)}
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_constraint_knows_all_ids_and_is_not_asked_after_the_end(folder: Path, overlaps: bool) -> None:
+    """Beside others, with a stop id that nobody foresees."""
+    llm = overlapping(folder)
+    llm.loaded.engine.overlaps = overlaps
+    free = SamplingParams(max_tokens=9, ignore_eos=True)
+    constrained = [SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=list(range(20, 50, 3))), free]
+    answers = [llm.front.add(ids(8, seed), params) for seed, params in enumerate([*constrained, free])]
+    requests = [answer.choices[0].request for answer in answers]
+    for request in requests[:2]:
+        request.constraint = following = Following()
+        following.request = request
+    while llm.front.has_unfinished:
+        llm.front.step()
+    assert [request.error for request in requests] == [None] * 3
+    assert [request.finish_reason for request in requests] == [FinishReason.STOP, *[FinishReason.LENGTH] * 2]
+    assert 1 < len(requests[0].output_ids) < 9
+
+
+@pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.3}, {"temperature": 0.7}])
+def test_a_step_is_launched_with_the_token_pending(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
     llm = overlapping(folder)
     launched: list[list[int]] = []
     launch = llm.loaded.engine.runner.launch
@@ -84,7 +137,7 @@ def test_a_step_is_launched_with_the_token_pending(folder: Path, monkeypatch: py
         return launch(rows, due)
 
     monkeypatch.setattr(llm.loaded.engine.runner, "launch", spy)
-    output = llm.generate(ids(6, 0), SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0]
+    output = llm.generate(ids(6, 0), SamplingParams(max_tokens=5, ignore_eos=True, **params))[0].outputs[0]
     assert len(output.token_ids) == 5
     assert launched[1:] == [[PENDING]] * 4, "five tokens take a prompt step and four decodes, not one more"
 
