@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -96,3 +97,18 @@ class ExpertBank:
     def shape(self) -> tuple[int, int]:
         """(out, in) of each expert."""
         return self.weights[0].shape
+
+
+class SharedExpert(NamedTuple):
+    """The expert of a layer that every token takes: (inter, in) and (in, inter), of any scheme each."""
+
+    up: Weight
+    down: Weight
+
+
+class Experts(NamedTuple):
+    """A layer's experts, as the op that runs them is called with them."""
+
+    up: ExpertBank
+    down: ExpertBank
+    shared: SharedExpert | None

@@ -1,6 +1,8 @@
 """Routed experts: down(relu(up(x))^2) of each token's experts, weighted and summed, for three kinds of weights.
 
-Pair p is token p // top_k with its expert number p % top_k. Two ways lead through a layer:
+The shared expert, where it has the experts' scheme and is a multiple of their size, is cut into pieces as large as an
+expert: the last `num_shared` experts of a bank, which every token takes. Pair p is token p // (top_k + num_shared) with
+its expert number p % (top_k + num_shared), those of the routing first. Two ways lead through a layer:
 
 - Few tokens: a program takes a pair and some rows of its expert's weights, and multiplies without tensor cores
   (`up_rows_kernel`, then `down_rows_kernel`, which also sums over a token's experts). Two launches.
@@ -8,7 +10,8 @@ Pair p is token p // top_k with its expert number p % top_k. Two ways lead throu
   pairs and rows of weights, which are the wide side of a tensor core's product (`grouped_kernel`, for up and for down);
   `combine_kernel` sums a token's pairs. Grids are bounds that follow from shapes; what lies past the end exits.
 
-Both compute the same roundings; their sums run in different orders.
+Both compute the same roundings; their sums run in different orders. What the pieces of the shared expert make of a
+token stays float32 until they are added: together they are one product.
 """
 
 from __future__ import annotations
@@ -46,12 +49,14 @@ class ExpertWeights(NamedTuple):
     block_scales: NVFP4 (E, out, words / 8) int32, else None.
     scale: (E,) float32, multiplies the accumulator: FP8 with the input's scale, NVFP4 with `REMAINDER`; BF16 None.
     input_scale: FP8 (E,) float32, else None.
+    num_shared: how many of the E, at the end, are pieces of the shared expert.
     """
 
     codes: Tensor
     block_scales: Tensor | None
     scale: Tensor | None
     input_scale: Tensor | None
+    num_shared: int = 0
 
     @property
     def scheme(self) -> int:
@@ -77,6 +82,24 @@ class GroupTiles:
     columns: int
     num_warps: int
     num_stages: int
+
+
+@triton.jit
+def expert_of(ids, pair, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """Each pair's expert, int64. NUM_EXPERTS: all of the bank."""
+    if NUM_SHARED == 0:
+        expert = tl.load(ids + pair)
+    else:
+        k = pair % (TOP_K + NUM_SHARED)
+        expert = tl.load(ids + routed_place(pair, TOP_K, NUM_SHARED))
+        expert = tl.where(k < TOP_K, expert, NUM_EXPERTS - NUM_SHARED - TOP_K + k)
+    return expert.to(tl.int64)
+
+
+@triton.jit
+def routed_place(pair, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr):
+    """Where a pair's id and weight stand in the routing; some place of its token's where it is none of the routing."""
+    return pair // (TOP_K + NUM_SHARED) * TOP_K + tl.minimum(pair % (TOP_K + NUM_SHARED), TOP_K - 1)
 
 
 # ---------------------------------------------------------------------------------------------- few tokens
@@ -146,7 +169,8 @@ def _row_products(
 @triton.jit(do_not_specialize=["num_pairs"])
 def up_rows_kernel(
     x, x_stride, ids, codes, block_scales, scale, input_scale, next_input_scale, out, num_pairs,
-    num_rows: tl.constexpr, num_columns: tl.constexpr, row_size: tl.constexpr, TOP_K: tl.constexpr,
+    num_rows: tl.constexpr, num_columns: tl.constexpr, row_size: tl.constexpr,
+    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     SCHEME: tl.constexpr, QUANTISE_OUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +178,7 @@ def up_rows_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(ids + pair).to(tl.int64)
+    expert = expert_of(ids, pair, TOP_K, NUM_SHARED, NUM_EXPERTS)
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     codes += expert * num_rows * row_size
@@ -166,7 +190,7 @@ def up_rows_kernel(
     if SCHEME != _BF16:
         factor = tl.load(scale + expert)
     total = _row_products(
-        x + (pair // TOP_K).to(tl.int64) * x_stride, codes, block_scales, own_input_scale,
+        x + (pair // (TOP_K + NUM_SHARED)).to(tl.int64) * x_stride, codes, block_scales, own_input_scale,
         tl.minimum(row, num_rows - 1), num_columns, row_size, SCHEME, SCHEME == _FP8, ROWS, COLUMNS, STAGES,
     )  # fmt: skip
     hidden = _relu_squared(total * factor)
@@ -176,19 +200,19 @@ def up_rows_kernel(
 
 
 @triton.jit
-def _epilogue(routed, shared, offset, mask, routed_scale, HAS_SHARED: tl.constexpr):
-    """The routed sum, float32, rounded; times the scale, rounded; plus the shared part, rounded: bfloat16."""
+def _epilogue(routed, shared, routed_scale, HAS_SHARED: tl.constexpr):
+    """The routed sum, float32, rounded; times the scale, rounded; plus the shared part, rounded, rounded: bfloat16."""
     routed = (routed.to(tl.bfloat16).to(tl.float32) * routed_scale).to(tl.bfloat16)
     if HAS_SHARED:
-        part = tl.load(shared + offset, mask=mask, other=0.0).to(tl.float32)
-        routed = (routed.to(tl.float32) + part).to(tl.bfloat16)
+        routed = (routed.to(tl.float32) + shared.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
     return routed
 
 
 @triton.jit
 def down_rows_kernel(
     hidden, ids, pair_weights, codes, block_scales, scale, shared, shared_stride, routed_scale, out,
-    num_rows: tl.constexpr, num_columns: tl.constexpr, row_size: tl.constexpr, TOP_K: tl.constexpr,
+    num_rows: tl.constexpr, num_columns: tl.constexpr, row_size: tl.constexpr,
+    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     SCHEME: tl.constexpr, HAS_SHARED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -201,9 +225,10 @@ def down_rows_kernel(
     is_row = row < num_rows
     safe_row = tl.minimum(row, num_rows - 1)
     routed = tl.zeros((ROWS,), tl.float32)
-    for k in range(TOP_K):
-        pair = token * TOP_K + k
-        expert = tl.load(ids + pair).to(tl.int64)
+    pieces = tl.zeros((ROWS,), tl.float32)
+    for k in range(TOP_K + NUM_SHARED):
+        pair = token * (TOP_K + NUM_SHARED) + k
+        expert = expert_of(ids, pair, TOP_K, NUM_SHARED, NUM_EXPERTS)
         factor = 1.0
         scales = block_scales
         if SCHEME == _NVFP4:
@@ -214,30 +239,42 @@ def down_rows_kernel(
             hidden + pair * num_columns, codes + expert * num_rows * row_size, scales, 1.0,
             safe_row, num_columns, row_size, SCHEME, False, ROWS, COLUMNS, STAGES,
         )  # fmt: skip
-        routed += (total * factor * tl.load(pair_weights + pair)).to(tl.bfloat16).to(tl.float32)
-    result = _epilogue(routed, shared, token * shared_stride + row, is_row, routed_scale, HAS_SHARED)
+        if k < TOP_K:
+            weight = tl.load(pair_weights + token * TOP_K + k)
+            routed += (total * factor * weight).to(tl.bfloat16).to(tl.float32)
+        else:
+            pieces += total * factor
+    if HAS_SHARED:
+        pieces = tl.load(shared + token * shared_stride + row, mask=is_row, other=0.0).to(tl.float32)
+    result = _epilogue(routed, pieces, routed_scale, HAS_SHARED or NUM_SHARED > 0)
     tl.store(out + token * num_rows + row, result, mask=is_row)
 
 
 # ------------------------------------------------------------------------------------------- grouped pairs
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_ids"])
 def align_kernel(
-    ids, sorted_pairs, tile_experts, num_tiles, num_pairs,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    ids, sorted_pairs, tile_experts, num_tiles, num_ids,
+    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program e places the pairs of expert e, in their order, in the tiles after those of the experts before it."""
+    ROUTED: tl.constexpr = NUM_EXPERTS - NUM_SHARED
+    num_tokens = num_ids // TOP_K
+    num_pairs = num_ids + num_tokens * NUM_SHARED
     expert = tl.program_id(0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        taken = tl.load(ids + pair, mask=pair < num_pairs, other=0).to(tl.int32)
-        counts += tl.histogram(taken, BINS, mask=pair < num_pairs)
+    for start in range(0, num_ids, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        taken = tl.load(ids + place, mask=place < num_ids, other=0).to(tl.int32)
+        counts += tl.histogram(taken, BINS, mask=place < num_ids)
     bins = tl.arange(0, BINS)
+    if NUM_SHARED > 0:
+        counts = tl.where((bins >= ROUTED) & (bins < NUM_EXPERTS), num_tokens, counts)
     tiles = (counts + (TILE - 1)) // TILE
     first_tile = tl.sum(tl.where(bins < expert, tiles, 0))
     own_tiles = tl.sum(tl.where(bins == expert, tiles, 0))
@@ -247,21 +284,29 @@ def align_kernel(
     for tile in range(own_tiles):
         tl.store(tile_experts + first_tile + tile, expert)
     if own_count > 0:
-        placed = 0
-        for start in range(0, num_pairs, CHUNK):
-            pair = start + tl.arange(0, CHUNK)
-            own = (tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) == expert).to(tl.int32)
-            position = placed + tl.cumsum(own, 0) - 1
-            tl.store(sorted_pairs + first_tile * TILE + position, pair, mask=own > 0)
-            placed += tl.sum(own)
+        if expert < ROUTED:
+            placed = 0
+            for start in range(0, num_ids, CHUNK):
+                place = start + tl.arange(0, CHUNK)
+                own = (tl.load(ids + place, mask=place < num_ids, other=-1).to(tl.int32) == expert).to(tl.int32)
+                position = placed + tl.cumsum(own, 0) - 1
+                pair = place // TOP_K * (TOP_K + NUM_SHARED) + place % TOP_K
+                tl.store(sorted_pairs + first_tile * TILE + position, pair, mask=own > 0)
+                placed += tl.sum(own)
+        else:
+            for start in range(0, num_tokens, CHUNK):
+                token = start + tl.arange(0, CHUNK)
+                pair = token * (TOP_K + NUM_SHARED) + TOP_K + expert - ROUTED
+                tl.store(sorted_pairs + first_tile * TILE + token, pair, mask=token < num_tokens)
         rest = own_count + tl.arange(0, TILE)
         tl.store(sorted_pairs + first_tile * TILE + rest, num_pairs, mask=rest < own_tiles * TILE)
 
 
 @triton.jit
 def quantise_pairs_kernel(
-    x, x_stride, ids, input_scale, out, num_columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x, x_stride, ids, input_scale, out, num_columns,
+    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Each pair's token, quantised with the pair's expert's input scale."""
     pair = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -269,23 +314,26 @@ def quantise_pairs_kernel(
         gdc_launch_dependents()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < num_columns
-    values = tl.load(x + pair // TOP_K * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    codes = quantise(values, tl.load(input_scale + tl.load(ids + pair)))
+    token = pair // (TOP_K + NUM_SHARED)
+    values = tl.load(x + token * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    codes = quantise(values, tl.load(input_scale + expert_of(ids, pair, TOP_K, NUM_SHARED, NUM_EXPERTS)))
     tl.store(out + pair * num_columns + column, codes, mask=is_column)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def grouped_kernel(
     x, x_stride, codes, block_scales, scale, next_input_scale, sorted_pairs, tile_experts, num_tiles, pair_weights, out,
-    num_pairs,
+    pieces, num_pairs,
     num_rows: tl.constexpr, num_columns: tl.constexpr, row_size: tl.constexpr, PAIRS_PER_X: tl.constexpr,
+    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     SCHEME: tl.constexpr, IS_UP: tl.constexpr, QUANTISE_OUT: tl.constexpr, IS_SINGLE: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's pairs times ROWS rows of its weights.
 
-    x: row p // PAIRS_PER_X belongs to pair p. IS_UP: relu squared, quantised with QUANTISE_OUT; otherwise weighted.
+    x: row p // PAIRS_PER_X belongs to pair p. IS_UP: relu squared, quantised with QUANTISE_OUT; otherwise weighted, in
+    the routing's experts, and float32 in `pieces` (tokens, NUM_SHARED, rows) in those of the shared one.
     IS_SINGLE: tile p is pair p alone, and tile_experts are the routed ids.
     """
     row_blocks: tl.constexpr = (num_rows + ROWS - 1) // ROWS
@@ -296,7 +344,10 @@ def grouped_kernel(
         gdc_launch_dependents()
     is_used = True if IS_SINGLE else tile < tl.load(num_tiles)
     if is_used:
-        expert = tl.load(tile_experts + tile).to(tl.int64)
+        if IS_SINGLE:
+            expert = expert_of(tile_experts, tile, TOP_K, NUM_SHARED, NUM_EXPERTS)
+        else:
+            expert = tl.load(tile_experts + tile).to(tl.int64)
         if IS_SINGLE:
             pair = tl.where(tl.arange(0, PAIRS) == 0, tile, num_pairs)
         else:
@@ -347,22 +398,28 @@ def grouped_kernel(
                     acc = tl.dot(weight, values, acc)
         if SCHEME != _BF16:
             acc *= tl.load(scale + expert)
+        is_mine = is_pair[None, :] & (row < num_rows)[:, None]
+        offset = pair.to(tl.int64)[None, :] * num_rows + row[:, None]
         if IS_UP:
             result = _relu_squared(acc)
             if QUANTISE_OUT:
                 result = quantise(result.to(tl.float32), tl.load(next_input_scale + expert))
+            tl.store(out + offset, result, mask=is_mine)
+        elif expert < NUM_EXPERTS - NUM_SHARED:
+            place = routed_place(pair, TOP_K, NUM_SHARED)
+            result = (acc * tl.load(pair_weights + place, mask=is_pair, other=0.0)[None, :]).to(tl.bfloat16)
+            tl.store(out + offset, result, mask=is_mine)
         else:
-            result = (acc * tl.load(pair_weights + pair, mask=is_pair, other=0.0)[None, :]).to(tl.bfloat16)
-        offset = pair.to(tl.int64)[None, :] * num_rows + row[:, None]
-        tl.store(out + offset, result, mask=is_pair[None, :] & (row < num_rows)[:, None])
+            piece = pair // (TOP_K + NUM_SHARED) * NUM_SHARED + (expert - (NUM_EXPERTS - NUM_SHARED))
+            tl.store(pieces + piece[None, :] * num_rows + row[:, None], acc, mask=is_mine)
 
 
 @triton.jit
 def combine_kernel(
-    parts, shared, shared_stride, routed_scale, out, num_columns,
-    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    parts, pieces, shared, shared_stride, routed_scale, out, num_columns,
+    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a token's pairs, in their order."""
+    """The sum of a token's pairs, in their order, and of the pieces of the shared expert."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < num_columns
@@ -370,9 +427,15 @@ def combine_kernel(
         gdc_wait()
         gdc_launch_dependents()
     routed = tl.zeros((BLOCK,), tl.float32)
+    part = parts + token * (TOP_K + NUM_SHARED) * num_columns + column
     for k in tl.static_range(TOP_K):
-        routed += tl.load(parts + (token * TOP_K + k) * num_columns + column, mask=is_column, other=0.0).to(tl.float32)
-    result = _epilogue(routed, shared, token * shared_stride + column, is_column, routed_scale, HAS_SHARED)
+        routed += tl.load(part + k * num_columns, mask=is_column, other=0.0).to(tl.float32)
+    together = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(NUM_SHARED):
+        together += tl.load(pieces + (token * NUM_SHARED + k) * num_columns + column, mask=is_column, other=0.0)
+    if HAS_SHARED:
+        together = tl.load(shared + token * shared_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    result = _epilogue(routed, together, routed_scale, HAS_SHARED or NUM_SHARED > 0)
     tl.store(out + token * num_columns + column, result, mask=is_column)
 
 
@@ -419,8 +482,11 @@ def experts(
 ) -> Tensor:
     """The op `moe_experts`: x (T, in) bfloat16, ids (T, top_k) integers, weights (T, top_k) float32; (T, in) bfloat16.
 
-    x and shared: rows may lie apart, elements not.
+    x and shared: rows may lie apart, elements not. shared: what the shared expert made of the tokens, (T, in); None
+    where there is none, or where its pieces are experts of the banks.
     """
+    assert up.num_shared == down.num_shared, "banks with different pieces"
+    assert shared is None or not up.num_shared, "the shared expert twice"
     num_tokens, top_k = ids.shape
     if not invariant and num_tokens <= min(FEW_TOKENS[up.scheme], FEW_TOKENS[down.scheme]):
         if up.scheme == down.scheme and (single := SINGLE_TILES.get(up.scheme)):
@@ -428,7 +494,7 @@ def experts(
             return experts_by_group(x, ids, weights, up, down, routed_scale, shared, single, single, single=True)
         by_row = ROW_TILES[up.scheme][0], ROW_TILES[down.scheme][1]
         return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *by_row)
-    per_expert = 0.0 if invariant else num_tokens * top_k / len(up.codes)
+    per_expert = 0.0 if invariant else num_tokens * top_k / (len(up.codes) - up.num_shared)
     by_group = group_tiles(up.scheme, per_expert), group_tiles(down.scheme, per_expert)
     return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *by_group)
 
@@ -459,7 +525,7 @@ def experts_by_row(
 ) -> Tensor:
     """`experts` with the kernels for few tokens."""
     num_tokens, top_k = ids.shape
-    num_pairs, inter, size = num_tokens * top_k, up.codes.shape[1], down.codes.shape[1]
+    num_pairs, inter, size = num_tokens * (top_k + up.num_shared), up.codes.shape[1], down.codes.shape[1]
     hidden = _empty_hidden(x, num_pairs, inter, down)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
@@ -467,14 +533,14 @@ def experts_by_row(
     pdl = uses_pdl()
     up_rows_kernel[triton.cdiv(inter, up_tiles.rows), num_pairs](
         x, x.stride(0), ids, up.codes, up.block_scales, up.scale, up.input_scale, down.input_scale, hidden, num_pairs,
-        num_rows=inter, num_columns=x.shape[1], row_size=up.codes.shape[2], TOP_K=top_k,
+        num_rows=inter, num_columns=x.shape[1], row_size=up.codes.shape[2], **_counts(up, top_k),
         SCHEME=up.scheme, QUANTISE_OUT=down.scheme == FP8,
         ROWS=up_tiles.rows, COLUMNS=up_tiles.columns, STAGES=up_tiles.num_stages, PDL=pdl,
         num_warps=up_tiles.num_warps, **launch_options(pdl),
     )  # fmt: skip
     down_rows_kernel[triton.cdiv(size, down_tiles.rows), num_tokens](
         hidden, ids, weights, down.codes, down.block_scales, down.scale, shared, _row_stride(shared), routed_scale, out,
-        num_rows=size, num_columns=inter, row_size=down.codes.shape[2], TOP_K=top_k,
+        num_rows=size, num_columns=inter, row_size=down.codes.shape[2], **_counts(down, top_k),
         SCHEME=down.scheme, HAS_SHARED=shared is not None,
         ROWS=down_tiles.rows, COLUMNS=down_tiles.columns, STAGES=down_tiles.num_stages, PDL=pdl,
         num_warps=down_tiles.num_warps, **launch_options(pdl),
@@ -497,31 +563,42 @@ def experts_by_group(
 ) -> Tensor:
     """`experts` with tensor cores. single: every pair is a tile of its own."""
     num_tokens, top_k = ids.shape
-    num_pairs, inter, size = num_tokens * top_k, up.codes.shape[1], down.codes.shape[1]
+    pairs_per_token, inter, size = top_k + up.num_shared, up.codes.shape[1], down.codes.shape[1]
     if num_tokens == 0:
         return torch.empty(0, size, dtype=x.dtype, device=x.device)
-    groups = None if single else align(ids, len(up.codes), up_tiles.pairs)
-    hidden = _empty_hidden(x, num_pairs, inter, down)
+    groups = None if single else align(ids, up, up_tiles.pairs)
+    hidden = _empty_hidden(x, num_tokens * pairs_per_token, inter, down)
     if up.scheme == FP8:
         inputs, pairs_per_x = quantise_pairs(x, ids, up), 1
     else:
-        inputs, pairs_per_x = x, top_k
+        inputs, pairs_per_x = x, pairs_per_token
     grouped(inputs, pairs_per_x, up, ids, groups, up_tiles, hidden, next_input_scale=down.input_scale)
     if groups is not None and down_tiles.pairs != up_tiles.pairs:
-        groups = align(ids, len(down.codes), down_tiles.pairs)
-    parts = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
-    grouped(hidden, 1, down, ids, groups, down_tiles, parts, pair_weights=weights)
-    return combine(parts, top_k, routed_scale, shared)
+        groups = align(ids, down, down_tiles.pairs)
+    parts, pieces = empty_parts(x, num_tokens, top_k, down)
+    grouped(hidden, 1, down, ids, groups, down_tiles, parts, pair_weights=weights, pieces=pieces)
+    return combine(parts, pieces, top_k, routed_scale, shared)
 
 
-def combine(parts: Tensor, top_k: int, routed_scale: float, shared: Tensor | None) -> Tensor:
-    """parts (pairs, in) bfloat16, weighted: each token's sum, scaled, and the shared part: (T, in) bfloat16."""
-    num_tokens, size = len(parts) // top_k, parts.shape[1]
+def empty_parts(x: Tensor, num_tokens: int, top_k: int, down: ExpertWeights) -> tuple[Tensor, Tensor | None]:
+    """What the down projection writes: (pairs, in) bfloat16 of the routing's experts, and (T, num_shared, in) float32
+    of the shared one's pieces, None where there are none."""
+    num_shared, size = down.num_shared, down.codes.shape[1]
+    parts = torch.empty(num_tokens * (top_k + num_shared), size, dtype=x.dtype, device=x.device)
+    if not num_shared:
+        return parts, None
+    return parts, torch.empty(num_tokens, num_shared, size, dtype=torch.float32, device=x.device)
+
+
+def combine(parts: Tensor, pieces: Tensor | None, top_k: int, routed_scale: float, shared: Tensor | None) -> Tensor:
+    """`empty_parts`, filled: each token's weighted sum, scaled, and the shared part: (T, in) bfloat16."""
+    num_shared, size = 0 if pieces is None else pieces.shape[1], parts.shape[1]
+    num_tokens = len(parts) // (top_k + num_shared)
     out = torch.empty(num_tokens, size, dtype=parts.dtype, device=parts.device)
     pdl, block = uses_pdl(), min(1024, triton.next_power_of_2(size))
     combine_kernel[num_tokens, triton.cdiv(size, block)](
-        parts, shared, _row_stride(shared), routed_scale, out, size,
-        TOP_K=top_k, HAS_SHARED=shared is not None, BLOCK=block, PDL=pdl, **launch_options(pdl),
+        parts, pieces, shared, _row_stride(shared), routed_scale, out, size,
+        TOP_K=top_k, NUM_SHARED=num_shared, HAS_SHARED=shared is not None, BLOCK=block, PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -538,9 +615,10 @@ class Groups(NamedTuple):
     num_tiles: Tensor
 
 
-def align(ids: Tensor, num_experts: int, tile: int) -> Groups:
+def align(ids: Tensor, bank: ExpertWeights, tile: int) -> Groups:
     """Group pairs by expert, in the order of experts and, within one, of pairs. Room for any routing."""
-    num_pairs = ids.numel()
+    num_tokens, top_k = ids.shape
+    num_experts, num_pairs = len(bank.codes), num_tokens * (top_k + bank.num_shared)
     most_tiles = (num_pairs + min(num_experts, num_pairs) * (tile - 1)) // tile
     options: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
     groups = Groups(
@@ -548,20 +626,21 @@ def align(ids: Tensor, num_experts: int, tile: int) -> Groups:
     )
     pdl = uses_pdl()
     align_kernel[(num_experts,)](
-        ids, *groups, num_pairs, NUM_EXPERTS=num_experts, BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile,
-        CHUNK=min(ALIGN_CHUNK, max(128, triton.next_power_of_2(num_pairs))), PDL=pdl, **launch_options(pdl),
+        ids, *groups, ids.numel(), **_counts(bank, top_k), BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile,
+        CHUNK=min(ALIGN_CHUNK, max(128, triton.next_power_of_2(ids.numel()))), PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
     return groups
 
 
 def quantise_pairs(x: Tensor, ids: Tensor, up: ExpertWeights) -> Tensor:
     """(pairs, in) e4m3 codes of each pair's token, with the input scale of its expert."""
-    num_pairs, size = ids.numel(), x.shape[1]
+    num_tokens, top_k = ids.shape
+    num_pairs, size = num_tokens * (top_k + up.num_shared), x.shape[1]
     out = torch.empty(num_pairs, size, dtype=torch.float8_e4m3fn, device=x.device)
     pdl, block = uses_pdl(), min(1024, triton.next_power_of_2(size))
     quantise_pairs_kernel[num_pairs, triton.cdiv(size, block)](
         x, x.stride(0), ids, up.input_scale, out, size,
-        TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, **launch_options(pdl),
+        **_counts(up, top_k), BLOCK=block, PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -576,22 +655,30 @@ def grouped(
     out: Tensor,
     next_input_scale: Tensor | None = None,
     pair_weights: Tensor | None = None,
+    pieces: Tensor | None = None,
 ) -> None:
-    """One projection of every pair, into `out`. Without pair_weights: up; with them: down.
+    """One projection of every pair, into `out`. Without pair_weights: up; with them: down, that of the shared expert's
+    pieces into `pieces`.
 
     x: row p // pairs_per_x belongs to pair p; FP8: codes. groups: None where every pair is a tile of its own.
     """
     _, rows, row_size = bank.codes.shape
     pdl = uses_pdl()
     sorted_pairs, tile_experts, num_tiles = groups or (None, ids, None)
-    grouped_kernel[(tile_experts.numel() * triton.cdiv(rows, tiles.rows),)](
+    num_tiles_at_most = len(out) if groups is None else tile_experts.numel()
+    grouped_kernel[(num_tiles_at_most * triton.cdiv(rows, tiles.rows),)](
         x, x.stride(0), bank.codes, bank.block_scales, bank.scale, next_input_scale,
-        sorted_pairs, tile_experts, num_tiles, pair_weights, out, len(out),
-        num_rows=rows, num_columns=x.shape[1], row_size=row_size, PAIRS_PER_X=pairs_per_x,
+        sorted_pairs, tile_experts, num_tiles, pair_weights, out, pieces, len(out),
+        num_rows=rows, num_columns=x.shape[1], row_size=row_size,
+        PAIRS_PER_X=pairs_per_x, **_counts(bank, ids.shape[1]),
         SCHEME=bank.scheme, IS_UP=pair_weights is None, QUANTISE_OUT=out.dtype == torch.float8_e4m3fn,
         IS_SINGLE=groups is None, ROWS=tiles.rows, PAIRS=tiles.pairs, COLUMNS=tiles.columns, STAGES=tiles.num_stages,
         ASM=capability() >= 80, PDL=pdl, num_warps=tiles.num_warps, **launch_options(pdl),
     )  # fmt: skip
+
+
+def _counts(bank: ExpertWeights, top_k: int) -> dict[str, int]:
+    return {"TOP_K": top_k, "NUM_SHARED": bank.num_shared, "NUM_EXPERTS": len(bank.codes)}
 
 
 def _empty_hidden(x: Tensor, num_pairs: int, inter: int, down: ExpertWeights) -> Tensor:

@@ -12,7 +12,7 @@
 //
 // Defined from outside: NT (tiles of 8 tokens), WR and WK (warps along rows, and along columns: their sums are added in
 // order), DEPTH (steps that a warp has under way, even), ROWS_KERNEL (a name, by which a trace tells what it is for),
-// TOP_K and KS (of the down kernel).
+// TOP_K, NUM_SHARED and KS (of the down kernel).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -234,37 +234,47 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int p
 // A tile of up to 8 NT tokens or pairs times 16 WR rows of one weight. alpha: by expert; null: one_alpha.
 //
 // Tile y. With sorted_pairs: its pairs are sorted_pairs[8 NT y ..], those below num_tokens, which come first, and its
-// expert is experts[y]; nothing happens from y = *num_tiles on. With experts alone: pair y, of expert experts[y]. With
-// neither: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
-// flags: 1 squared ReLU, 2 times pair_weights, 4 quantised with out_scale to e4m3 (out is bytes then).
+// expert is experts[y]; nothing happens from y = *num_tiles on. With experts alone, which are the routed ids then: pair
+// y, of its own expert. With neither: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
+// The last num_shared of num_experts are pieces of the shared expert, which each token takes after top_k others.
+// flags: 1 squared ReLU, 2 times pair_weights, but float32 into pieces (tokens, num_shared, rows) for those of the shared
+// expert, 4 quantised with out_scale to e4m3 (out is bytes then).
 extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const u16 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *sorted_pairs,
-    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float one_alpha, float out_scale,
-    int num_tokens, int pairs_per_x, int num_rows, int columns, int row_bytes, int flags) {
+    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float *pieces, float one_alpha,
+    float out_scale, int num_tokens, int pairs_per_x, int top_k, int num_shared, int num_experts, int num_rows,
+    int columns, int row_bytes, int flags) {
     extern __shared__ __align__(16) u8 shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, wr = warp / WK, wk = warp % WK;
     const int g = lane / 4, t = lane % 4;
     const int steps = (row_bytes + 63) / 64, x_row = steps * 128 + 32;
     const int row = (blockIdx.x * WR + wr) * 16, first = split_at(steps, wk, WK), last = split_at(steps, wk + 1, WK);
     Products<NT> products;
-    const bool is_plain = experts == nullptr;
-    if (is_plain) products.start(codes, scales, row, num_rows, columns, row_bytes, first, last);
-    gdc_wait();
-    gdc_launch_dependents();
     // Lane n: the pair, or token, of the tile's place n; num_tokens in one that is empty.
     int own, expert = 0;
-    const int tile = blockIdx.y;
-    if (is_plain) {
-        own = min(tile * 8 * NT + lane, num_tokens);
-    } else {
-        if (sorted_pairs != nullptr && tile >= *num_tiles) return;
-        expert = experts[tile];
+    const int tile = blockIdx.y, pairs_per_token = top_k + num_shared, routed = num_experts - num_shared;
+    const int k = tile % pairs_per_token;
+    const auto start = [&] {
         const i64 bank = (i64)expert * num_rows;
         products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), row, num_rows, columns, row_bytes,
                        first, last);
-        own = sorted_pairs == nullptr ? (lane == 0 ? tile : num_tokens)
-                                      : (lane < 8 * NT ? sorted_pairs[(i64)tile * 8 * NT + lane] : num_tokens);
+    };
+    const bool is_plain = experts == nullptr, is_known = is_plain || (sorted_pairs == nullptr && k >= top_k);
+    if (!is_plain) expert = routed + k - top_k;
+    if (is_known) start();
+    gdc_wait();
+    gdc_launch_dependents();
+    if (is_plain) {
+        own = min(tile * 8 * NT + lane, num_tokens);
+    } else if (sorted_pairs == nullptr) {
+        own = lane == 0 ? tile : num_tokens;
+        if (!is_known) expert = experts[tile / pairs_per_token * top_k + k];
+    } else {
+        if (tile >= *num_tiles) return;
+        expert = experts[tile];
+        own = lane < 8 * NT ? sorted_pairs[(i64)tile * 8 * NT + lane] : num_tokens;
     }
+    if (!is_known) start();
     const int count = min(__popc(__ballot_sync(0xFFFFFFFFu, own < num_tokens)), 8 * NT);
     const int own_row = own / pairs_per_x;
     u16 *xs = (u16 *)shared;
@@ -284,24 +294,35 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
             sums[(wk * 8 * NT + n * 8 + t * 2 + i % 2) * 16 * WR + wr * 16 + g + i / 2 * 8] = products.sum(n, i);
     __syncthreads();
     const float scale = alpha != nullptr ? alpha[expert] : one_alpha;
+    const bool is_weighted = flags & 2, is_piece = is_weighted && expert >= routed;
     for (int base = 0; base < count * 8 * WR; base += 32 * WR * WK) {  // two rows a thread
         const int index = base + thread, n = index / (8 * WR), r = index % (8 * WR) * 2, row = blockIdx.x * 16 * WR + r;
         const int pair = __shfl_sync(0xFFFFFFFFu, own, n);
         if (n >= count || row >= num_rows) continue;
-        const float weight = flags & 2 ? pair_weights[pair] : 1.f;
+        const int token = pair / pairs_per_token;
+        const float weight = is_weighted && !is_piece ? pair_weights[pair - token * num_shared] : 1.f;
         float result[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float sum = 0.f;
 #pragma unroll
             for (int k = 0; k < WK; k++) sum += sums[(k * 8 * NT + n) * 16 * WR + r + i];
-            sum = rounded(sum * scale * weight);
+            sum *= scale * weight;
+            if (is_piece) {
+                result[i] = sum;
+                continue;
+            }
+            sum = rounded(sum);
             if (flags & 1) sum = sum > 0.f ? rounded(sum * sum) : (sum < 0.f ? 0.f : sum * sum);
             result[i] = sum;
         }
         const i64 at = (i64)pair * num_rows + row;
         const bool is_last = row + 1 == num_rows;
-        if (flags & 4) {
+        if (is_piece) {
+            float *to = pieces + ((i64)token * num_shared + expert - routed) * num_rows + row;
+            to[0] = result[0];
+            if (!is_last) to[1] = result[1];
+        } else if (flags & 4) {
             u8 *to = (u8 *)out + at;
             to[0] = to_e4m3(__fdiv_rn(result[0], out_scale));
             if (!is_last) to[1] = to_e4m3(__fdiv_rn(result[1], out_scale));
@@ -316,32 +337,37 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
 }
 
 #ifdef TOP_K
-// 16 rows of a token's routed output: each of its experts' down projections by KS warps, weighted, rounded and added in
-// routing order, scaled, and with the shared part added.
-extern "C" __global__ void __launch_bounds__(32 * TOP_K * KS) down_kernel(
+// 16 rows of a token's output: each of its experts' down projections by KS warps, weighted, rounded and added in routing
+// order, scaled, and with the shared part added, which is given or is the sum of NUM_SHARED experts more.
+constexpr int PAIRS = TOP_K + NUM_SHARED;
+
+extern "C" __global__ void __launch_bounds__(32 * PAIRS * KS) down_kernel(
     const u16 *hidden, const u8 *codes, const u32 *scales, const float *alpha, const int *ids,
-    const float *pair_weights, const u16 *shared_part, i64 shared_stride, float routed_scale, u16 *out, int num_rows,
-    int columns, int row_bytes) {
+    const float *pair_weights, const u16 *shared_part, i64 shared_stride, float routed_scale, u16 *out, int num_experts,
+    int num_rows, int columns, int row_bytes) {
     extern __shared__ __align__(16) u8 shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, k = warp / KS, split = warp % KS;
-    const int g = lane / 4, t = lane % 4, token = blockIdx.y;
+    const int g = lane / 4, t = lane % 4, token = blockIdx.y, routed_experts = num_experts - NUM_SHARED;
     const int steps = (row_bytes + 63) / 64, x_row = steps * 128 + 32;
     const int first = split_at(steps, split, KS), last = split_at(steps, split + 1, KS);
+    Products<1> products;
+    const auto start = [&](int expert) {
+        const i64 bank = (i64)expert * num_rows;
+        products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), blockIdx.x * 16, num_rows, columns,
+                       row_bytes, first, last);
+    };
+    if (k >= TOP_K) start(routed_experts + k - TOP_K);
     gdc_wait();
     gdc_launch_dependents();
-    const int pair = token * TOP_K + k;
-    const i64 bank = (i64)ids[pair] * num_rows;
-    Products<1> products;
-    products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), blockIdx.x * 16, num_rows, columns,
-                   row_bytes, first, last);
+    if (k < TOP_K) start(ids[token * TOP_K + k]);
     u16 *xs = (u16 *)shared;
-    copy_rows(xs, TOP_K, columns, steps * 128, x_row,
-              [&](int n) { return hidden + (i64)(token * TOP_K + n) * columns; });
+    copy_rows(xs, PAIRS, columns, steps * 128, x_row,
+              [&](int n) { return hidden + (i64)(token * PAIRS + n) * columns; });
     __syncthreads();
     const u16 *place[1] = {xs + k * x_row + t * 8};
     products.run(first, last, place, 1);
     __syncthreads();
-    float *sums = (float *)shared;  // [TOP_K * KS][16]
+    float *sums = (float *)shared;  // [PAIRS * KS][16]
     if (t == 0) {
         sums[warp * 16 + g] = products.sum(0, 0);
         sums[warp * 16 + g + 8] = products.sum(0, 2);
@@ -349,14 +375,20 @@ extern "C" __global__ void __launch_bounds__(32 * TOP_K * KS) down_kernel(
     __syncthreads();
     const int row = blockIdx.x * 16 + thread;
     if (thread < 16 && row < num_rows) {
-        float routed = 0.f;
-        for (int i = 0; i < TOP_K; i++) {
+        float routed = 0.f, pieces = 0.f;
+        for (int i = 0; i < PAIRS; i++) {
             float sum = 0.f;
             for (int s = 0; s < KS; s++) sum += sums[(i * KS + s) * 16 + thread];
-            routed += rounded(sum * alpha[ids[token * TOP_K + i]] * pair_weights[token * TOP_K + i]);
+            if (i < TOP_K)
+                routed += rounded(sum * alpha[ids[token * TOP_K + i]] * pair_weights[token * TOP_K + i]);
+            else
+                pieces += sum * alpha[routed_experts + i - TOP_K];
         }
         float result = rounded(rounded(routed) * routed_scale);
-        if (shared_part != nullptr) result = rounded(result + to_float(shared_part[token * shared_stride + row]));
+        if (NUM_SHARED > 0)
+            result = rounded(result + rounded(pieces));
+        else if (shared_part != nullptr)
+            result = rounded(result + to_float(shared_part[token * shared_stride + row]));
         out[(i64)token * num_rows + row] = to_bf16(result);
     }
 }

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from hemiola.kernels.cuda import CudaFunction, CudaModule
-from hemiola.kernels.experts import NVFP4, ExpertWeights, align, combine
+from hemiola.kernels.experts import NVFP4, ExpertWeights, align, combine, empty_parts
 from hemiola.kernels.launch import is_interpreted, shared_memory, uses_pdl
 
 LINEAR, EXPERTS = "linear_rows_kernel", "experts_rows_kernel"
@@ -50,7 +50,7 @@ DIRECT = (
     (RowsTile(8, 4, 2, 2), DownTile(1, 4)),
 )
 DIRECT_TOKENS = len(DIRECT)
-DIRECT_TOP_K = 12  # of more experts a token, a block of the down kernel would have too few registers
+DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = ((8.0, RowsTile(8, 8, 1, 2)), (18.0, RowsTile(16, 12, 1, 2)))
 
@@ -68,18 +68,21 @@ def rows_options(tile: RowsTile, name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def down_options(tile: DownTile, top_k: int) -> tuple[str, ...]:
-    return ("-DNT=1", "-DWR=1", "-DWK=1", f"-DDEPTH={tile.depth}", f"-DTOP_K={top_k}", f"-DKS={tile.splits}")
+def down_options(tile: DownTile, top_k: int, num_shared: int) -> tuple[str, ...]:
+    return (
+        "-DNT=1", "-DWR=1", "-DWK=1", f"-DDEPTH={tile.depth}", f"-DTOP_K={top_k}", f"-DNUM_SHARED={num_shared}",
+        f"-DKS={tile.splits}",
+    )  # fmt: skip
 
 
 @cache
 def _rows_function(tile: RowsTile, name: str) -> CudaFunction:
-    return CudaModule(source(), rows_options(tile, name)).function(name, "PlPPPPPPPPffiiiiii")
+    return CudaModule(source(), rows_options(tile, name)).function(name, "PlPPPPPPPPPffiiiiiiiii")
 
 
 @cache
-def _down_function(tile: DownTile, top_k: int) -> CudaFunction:
-    return CudaModule(source(), down_options(tile, top_k)).function("down_kernel", "PPPPPPPlfPiii")
+def _down_function(tile: DownTile, top_k: int, num_shared: int) -> CudaFunction:
+    return CudaModule(source(), down_options(tile, top_k, num_shared)).function("down_kernel", "PPPPPPPlfPiiii")
 
 
 def rows_shared_bytes(tile: RowsTile, row_bytes: int) -> int:
@@ -87,8 +90,8 @@ def rows_shared_bytes(tile: RowsTile, row_bytes: int) -> int:
     return max(tile.tokens * _x_row_bytes(row_bytes), 4 * tile.splits * tile.tokens * 16 * tile.rows)
 
 
-def down_shared_bytes(tile: DownTile, top_k: int, row_bytes: int) -> int:
-    return max(top_k * _x_row_bytes(row_bytes), 4 * top_k * tile.splits * 16)
+def down_shared_bytes(tile: DownTile, pairs_per_token: int, row_bytes: int) -> int:
+    return pairs_per_token * max(_x_row_bytes(row_bytes), 4 * tile.splits * 16)
 
 
 def _x_row_bytes(row_bytes: int) -> int:
@@ -114,21 +117,21 @@ def takes_experts(x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens:
     if up.scheme != NVFP4 or down.scheme != NVFP4 or down.codes.shape[1] % 8 or up.codes.shape[1] % 8:
         return False
     row_bytes = 4 * max(up.codes.shape[2], down.codes.shape[2])
-    if is_direct(num_tokens, top_k):
+    if is_direct(num_tokens, top_k + up.num_shared):
         tile, down_tile = DIRECT[num_tokens - 1]
-        if down_shared_bytes(down_tile, top_k, row_bytes) > shared_memory():
+        if down_shared_bytes(down_tile, top_k + up.num_shared, row_bytes) > shared_memory():
             return False
     else:
-        per_expert = num_tokens * top_k / len(up.codes)
+        per_expert = num_tokens * top_k / (len(up.codes) - up.num_shared)
         if per_expert > GROUP_TILES[-1][0]:
             return False
         tile = group_tile(per_expert)
     return takes(x, row_bytes, tile)
 
 
-def is_direct(num_tokens: int, top_k: int) -> bool:
+def is_direct(num_tokens: int, pairs_per_token: int) -> bool:
     """Whether so few pairs are taken one by one, not grouped by their experts."""
-    return num_tokens <= DIRECT_TOKENS and top_k <= DIRECT_TOP_K
+    return num_tokens <= DIRECT_TOKENS and pairs_per_token <= DIRECT_PAIRS
 
 
 def experts(
@@ -147,19 +150,18 @@ def experts(
     assert down_.scale is not None, "no scale"
     assert ids.dtype == torch.int32, f"ids are {ids.dtype}, and the kernels read int32"
     num_tokens, top_k = ids.shape
-    hidden = torch.empty(ids.numel(), up.codes.shape[1], dtype=x.dtype, device=x.device)
-    if is_direct(num_tokens, top_k):
+    pairs_per_token = top_k + up.num_shared
+    hidden = torch.empty(num_tokens * pairs_per_token, up.codes.shape[1], dtype=x.dtype, device=x.device)
+    if is_direct(num_tokens, pairs_per_token):
         tile, down_tile = DIRECT[num_tokens - 1]
-        project(x, top_k, up.codes, up.block_scales, up.scale, ids, None, None, hidden, None, tile)
-        return down(hidden, down_.codes, down_.block_scales, down_.scale, ids, weights, shared, routed_scale, down_tile)
-    tile = group_tile(num_tokens * top_k / len(up.codes))
-    pairs, tile_experts, num_tiles = align(ids, len(up.codes), tile.tokens)
-    project(x, top_k, up.codes, up.block_scales, up.scale, tile_experts, pairs, num_tiles, hidden, None, tile)
-    parts = torch.empty(ids.numel(), down_.codes.shape[1], dtype=x.dtype, device=x.device)
-    project(
-        hidden, 1, down_.codes, down_.block_scales, down_.scale, tile_experts, pairs, num_tiles, parts, weights, tile
-    )
-    return combine(parts, top_k, routed_scale, shared)
+        project(x, pairs_per_token, up, top_k, None, ids, None, hidden, tile)
+        return down(hidden, down_, ids, weights, shared, routed_scale, down_tile)
+    tile = group_tile(num_tokens * top_k / (len(up.codes) - up.num_shared))
+    pairs, tile_experts, num_tiles = align(ids, up, tile.tokens)
+    project(x, pairs_per_token, up, top_k, pairs, tile_experts, num_tiles, hidden, tile)
+    parts, pieces = empty_parts(x, num_tokens, top_k, down_)
+    project(hidden, 1, down_, top_k, pairs, tile_experts, num_tiles, parts, tile, weights, pieces)
+    return combine(parts, pieces, top_k, routed_scale, shared)
 
 
 def group_tile(per_expert: float) -> RowsTile:
@@ -190,8 +192,8 @@ def linear(
         (triton.cdiv(num_rows, 16 * tile.rows), triton.cdiv(num_tokens, tile.tokens), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
-            x, x.stride(0), words, scales, None, None, None, None, None, out, alpha, out_scale or 1.0, num_tokens, 1,
-            num_rows, columns, row_bytes, flags,
+            x, x.stride(0), words, scales, None, None, None, None, None, out, None, alpha, out_scale or 1.0,
+            num_tokens, 1, 1, 0, 0, num_rows, columns, row_bytes, flags,
         ),
         shared_bytes=rows_shared_bytes(tile, row_bytes),
         pdl=uses_pdl(),
@@ -202,31 +204,31 @@ def linear(
 def project(
     x: Tensor,
     pairs_per_x: int,
-    codes: Tensor,
-    scales: Tensor,
-    alpha: Tensor,
-    experts: Tensor,
+    bank: ExpertWeights,
+    top_k: int,
     sorted_pairs: Tensor | None,
+    experts: Tensor,
     num_tiles: Tensor | None,
     out: Tensor,
-    pair_weights: Tensor | None,
     tile: RowsTile,
+    pair_weights: Tensor | None = None,
+    pieces: Tensor | None = None,
 ) -> None:
-    """One projection of all pairs, into `out` (pairs, rows) bfloat16. Weights in the order of `nvfp4`.
+    """One projection of all pairs, into `out` (pairs, rows) bfloat16 and, of the shared expert's pieces, `pieces`.
 
     Without pair_weights: up, with its squared ReLU; with them: down, weighted. Row p // pairs_per_x of x belongs to
     pair p. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without sorted_pairs
-    each pair is alone, and experts are its own.
+    each pair is alone, and experts are the routed ids.
     """
-    _, num_rows, words = codes.shape
+    num_experts, num_rows, words = bank.codes.shape
     row_bytes = 4 * words
     _rows_function(tile, EXPERTS).launch(
-        (triton.cdiv(num_rows, 16 * tile.rows), experts.numel(), 1),
+        (triton.cdiv(num_rows, 16 * tile.rows), len(out) if sorted_pairs is None else experts.numel(), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
-            x, x.stride(0), codes, scales, alpha, sorted_pairs, experts, num_tiles, pair_weights, out, 1.0, 1.0,
-            len(out), pairs_per_x, num_rows, x.shape[1], row_bytes,
-            _RELU_SQUARED if pair_weights is None else _WEIGHTED,
+            x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, experts, num_tiles, pair_weights,
+            out, pieces, 1.0, 1.0, len(out), pairs_per_x, top_k, bank.num_shared, num_experts, num_rows, x.shape[1],
+            row_bytes, _RELU_SQUARED if pair_weights is None else _WEIGHTED,
         ),
         shared_bytes=rows_shared_bytes(tile, row_bytes),
         pdl=uses_pdl(),
@@ -235,29 +237,28 @@ def project(
 
 def down(
     hidden: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    alpha: Tensor,
+    bank: ExpertWeights,
     ids: Tensor,
     pair_weights: Tensor,
     shared: Tensor | None,
     routed_scale: float,
     tile: DownTile,
 ) -> Tensor:
-    """Few tokens' routed output, (T, rows) bfloat16, from hidden (pairs, inter) bfloat16 in the order of pairs: each
-    expert's projection, their weighted sum, its scale and the shared part in one kernel."""
+    """Few tokens' output, (T, rows) bfloat16, from hidden (pairs, inter) bfloat16 in the order of pairs: each expert's
+    projection, their weighted sum, its scale and the shared part in one kernel."""
     num_tokens, top_k = ids.shape
-    _, num_rows, words = codes.shape
-    row_bytes = 4 * words
+    num_experts, num_rows, words = bank.codes.shape
+    row_bytes, pairs_per_token = 4 * words, top_k + bank.num_shared
     out = torch.empty(num_tokens, num_rows, dtype=hidden.dtype, device=hidden.device)
-    _down_function(tile, top_k).launch(
+    _down_function(tile, top_k, bank.num_shared).launch(
         (triton.cdiv(num_rows, 16), num_tokens, 1),
-        (32 * top_k * tile.splits, 1, 1),
+        (32 * pairs_per_token * tile.splits, 1, 1),
         (
-            hidden, codes, scales, alpha, ids, pair_weights, shared, 0 if shared is None else shared.stride(0),
-            routed_scale, out, num_rows, hidden.shape[1], row_bytes,
+            hidden, bank.codes, bank.block_scales, bank.scale, ids, pair_weights, shared,
+            0 if shared is None else shared.stride(0), routed_scale, out, num_experts, num_rows, hidden.shape[1],
+            row_bytes,
         ),
-        shared_bytes=down_shared_bytes(tile, top_k, row_bytes),
+        shared_bytes=down_shared_bytes(tile, pairs_per_token, row_bytes),
         pdl=uses_pdl(),
     )  # fmt: skip
     return out

@@ -1,15 +1,15 @@
-"""Routed experts: down(relu(up(x))^2), weighted and summed over a token's experts.
+"""Routed experts: down(relu(up(x))^2), weighted and summed over a token's experts; and the shared one's, added.
 
 x: (T, in), activation dtype; ids: (T, top_k) integers; weights: (T, top_k) float32; up, down: the experts' weights, of
 any scheme, (inter, in) and (in, inter).
-routed_scale: multiplies the routed sum, once. shared: (T, in), what the shared expert made of the same tokens, added
-last and never scaled; None where there is none or where a latent projection comes in between.
+routed_scale: multiplies the routed sum, once. shared: the expert that every token takes, added last and never scaled;
+None where there is none or where a latent projection comes in between.
 tap: called with each taken expert's inputs, `<weight name>.input`.
 Returns (T, in) in the activation dtype.
 Numerics: up's result and its squared ReLU are rounded to the activation dtype; down's float32 accumulator is multiplied
 by the routing weight and rounded; the sum over experts is float32 in order of the routing, rounded once; its product
-with the scale and the sum with the shared part are rounded each. A token's bits do not depend on how many of its
-neighbours share its experts.
+with the scale, and the sum with the shared part (what two linears make), are rounded each. A token's bits do not depend
+on how many of its neighbours share its experts.
 Source: vLLM 0.25.0 layers/fused_moe (non-gated relu2 experts).
 """
 
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hemiola.formats.weight import ExpertBank, Scheme
+from hemiola.formats.weight import ExpertBank, Scheme, SharedExpert
 from hemiola.ops.epilogue import relu_squared
 from hemiola.ops.kept import KeptForms
-from hemiola.ops.linear import linear_float32
-from hemiola.ops.linear_fp8 import linear_fp8_float32
-from hemiola.ops.linear_nvfp4 import linear_nvfp4_float32
+from hemiola.ops.linear import linear, linear_float32
+from hemiola.ops.linear_fp8 import linear_fp8, linear_fp8_float32
+from hemiola.ops.linear_nvfp4 import linear_nvfp4, linear_nvfp4_float32
 from hemiola.ops.table import register
 from hemiola.tap import Tap
 
@@ -32,6 +32,7 @@ from hemiola.tap import Tap
 # blocks a row gets the same bits however many there are.
 ROW_BLOCK = 4
 
+_LINEAR = {Scheme.PLAIN: linear, Scheme.FP8: linear_fp8, Scheme.NVFP4: linear_nvfp4}
 _PRODUCT = {Scheme.PLAIN: linear_float32, Scheme.FP8: linear_fp8_float32, Scheme.NVFP4: linear_nvfp4_float32}
 
 
@@ -42,7 +43,7 @@ def moe_experts(
     up: ExpertBank,
     down: ExpertBank,
     routed_scale: float = 1.0,
-    shared: torch.Tensor | None = None,
+    shared: SharedExpert | None = None,
     *,
     tap: Tap | None = None,
     kept: KeptForms,
@@ -58,7 +59,18 @@ def moe_experts(
     by_pair = torch.cat(outputs)[rows] if rows is not None else torch.cat(outputs)[None]
     routed = (by_pair * weights[..., None]).to(x.dtype)
     routed = routed.sum(1, dtype=torch.float32).to(x.dtype) * routed_scale
-    return routed if shared is None else shared + routed
+    return routed if shared is None else _shared_part(x, shared, tap, kept) + routed
+
+
+def _shared_part(x: torch.Tensor, shared: SharedExpert, tap: Tap | None, kept: KeptForms) -> torch.Tensor:
+    up, down = shared
+    if tap is not None:
+        tap(f"{up.name}.input", x)
+    out_scale = down.input_scale if down.scheme is Scheme.FP8 else None
+    hidden = _LINEAR[up.scheme](x, up, x.dtype, True, out_scale, kept=kept)
+    if tap is not None:
+        tap(f"{down.name}.input", hidden)
+    return _LINEAR[down.scheme](hidden, down, x.dtype, kept=kept)
 
 
 def _by_expert(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hemiola.formats.weight import ExpertBank, Scheme, Weight
+from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import experts as kernels
 from hemiola.kernels.experts import GroupTiles, RowTiles
 from hemiola.ops.device import moe_experts as device
@@ -46,14 +46,36 @@ def packed_on_cpu(up: ExpertBank, down: ExpertBank) -> tuple[kernels.ExpertWeigh
 
 
 class Layer(NamedTuple):
+    """joined: the banks with the pieces of `shared`."""
+
     packed: tuple[kernels.ExpertWeights, kernels.ExpertWeights]
     values: Values
+    joined: tuple[kernels.ExpertWeights, kernels.ExpertWeights]
+    shared: SharedExpert
 
 
 @cache
 def layer(up: Scheme, down: Scheme, hidden: int, inter: int) -> Layer:
-    weights = banks(generator(hidden), up, down, hidden, inter)
-    return Layer(packed_on_cpu(*weights), Values(*weights))
+    g = generator(hidden)
+    weights = banks(g, up, down, hidden, inter)
+    shared = SharedExpert(
+        scaled(random_weight(g, "shared.up", up, 2 * inter, hidden), 1.5),
+        scaled(random_weight(g, "shared.down", down, hidden, 2 * inter), 0.7),
+    )
+    joined = device.prepare_joined(Experts(*weights, shared), ResidentWeights(torch.device("cpu")))
+    assert joined is not None
+    return Layer(packed_on_cpu(*weights), Values(*weights), joined, shared)
+
+
+def shared_part(x: Tensor, shared: SharedExpert, num_pieces: int = 2) -> Tensor:
+    """What the shared expert makes of x, bfloat16; of its first pieces alone."""
+    up, down = ((formats.values(w), w.input_scale if w.scheme is Scheme.FP8 else None) for w in shared)
+    rows = []
+    for token in x.double():
+        hidden = bf16(bf16(product(token, *up)).clamp(min=0) ** 2)
+        hidden[len(hidden) // 2 * num_pieces :] = 0
+        rows.append(bf16(product(hidden, *down)))
+    return torch.stack(rows).bfloat16()
 
 
 def routing(g: torch.Generator, num_tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
@@ -93,25 +115,30 @@ GROUPED = GroupTiles(16, 16, 16, 1, 1), GroupTiles(32, 32, 32, 1, 1)
 
 @every_scheme
 @pytest.mark.parametrize("path", ["rows", "groups", "single"])
+@pytest.mark.parametrize("is_joined", [False, True], ids=["beside", "joined"])
 @pytest.mark.parametrize(
     ("num_tokens", "hidden", "inter", "top_k"),
     [(1, 64, 32, 2), (3, 80, 48, 3), (4, 144, 80, 1)],
 )
 def test_every_path_keeps_the_ledger(
-    scheme: Scheme, path: str, num_tokens: int, hidden: int, inter: int, top_k: int
+    scheme: Scheme, path: str, is_joined: bool, num_tokens: int, hidden: int, inter: int, top_k: int
 ) -> None:
     g = generator(num_tokens)
-    packed, values = layer(scheme, scheme, hidden, inter)
+    packed, values, joined, shared_expert = layer(scheme, scheme, hidden, inter)
     wide = randn(g, num_tokens, hidden + 16, dtype=torch.bfloat16)
     x, shared = wide[:, 16:], randn(g, num_tokens, hidden, dtype=torch.bfloat16)
     ids, weights = routing(g, num_tokens, top_k)
+    banks, given = (joined, None) if is_joined else (packed, shared)
     if path == "rows":
-        result = kernels.experts_by_row(x, ids, weights, *packed, 2.5, shared, *ROW_TILES)
+        result = kernels.experts_by_row(x, ids, weights, *banks, 2.5, given, *ROW_TILES)
     else:
-        result = kernels.experts_by_group(x, ids, weights, *packed, 2.5, shared, *GROUPED, single=path == "single")
+        result = kernels.experts_by_group(x, ids, weights, *banks, 2.5, given, *GROUPED, single=path == "single")
+    if is_joined:
+        shared = shared_part(x, shared_expert)
     ledger = values.ledger
     other_ids = torch.where(ids == 0, 2, 0)
     wrong = {
+        "half of the shared part": ledger(x, ids, weights, 2.5, shared_part(x, shared_expert, 1)),
         "no routed scale": ledger(x, ids, weights, 1.0, shared),
         "no shared part": ledger(x, ids, weights, 2.5, None),
         "other experts": ledger(x, other_ids, weights, 2.5, shared),
@@ -124,7 +151,7 @@ def test_every_path_keeps_the_ledger(
 @pytest.mark.parametrize("down_scheme", SCHEMES, ids=[f"down-{s.value}" for s in SCHEMES])
 def test_schemes_of_up_and_down_may_differ(up_scheme: Scheme, down_scheme: Scheme) -> None:
     g = generator(20)
-    packed, values = layer(up_scheme, down_scheme, 64, 32)
+    packed, values, *_ = layer(up_scheme, down_scheme, 64, 32)
     x, (ids, weights) = randn(g, 2, 64, dtype=torch.bfloat16), routing(g, 2, 2)
     expected = values.ledger(x, ids, weights, 1.0, None)
     assert_ledger(kernels.experts_by_row(x, ids, weights, *packed, 1.0, None, *ROW_TILES), expected, {})
@@ -167,21 +194,25 @@ def test_the_sum_over_experts_is_float32() -> None:
 
 
 @pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("num_shared", [0, 2])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 5, 5), (40, 6, 3), (150, 40, 2)])
 def test_pairs_are_grouped_by_expert(
-    num_tokens: int, num_experts: int, top_k: int, tile: int, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, num_experts: int, top_k: int, num_shared: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "ALIGN_CHUNK", 128)
     g = generator(num_tokens)
     ids = torch.stack([torch.randperm(num_experts, generator=g)[:top_k] for _ in range(num_tokens)]).int()
     ids[ids == 3] = 0  # nobody takes expert 3; expert 0 may come twice in a token
-    groups = kernels.align(ids, num_experts, tile)
+    bank = kernels.ExpertWeights(torch.empty(num_experts + num_shared, 1, 1), None, None, None, num_shared)
+    groups = kernels.align(ids, bank, tile)
+    pieces = torch.arange(num_experts, num_experts + num_shared).expand(num_tokens, -1)
+    taken = torch.cat((ids, pieces), 1).flatten()
     sorted_pairs: list[int] = []
     tile_experts: list[int] = []
-    for expert in range(num_experts):
-        pairs = (ids.flatten() == expert).nonzero().flatten().tolist()
+    for expert in range(num_experts + num_shared):
+        pairs = (taken == expert).nonzero().flatten().tolist()
         tiles = -(-len(pairs) // tile)
-        sorted_pairs += pairs + [ids.numel()] * (tiles * tile - len(pairs))
+        sorted_pairs += pairs + [taken.numel()] * (tiles * tile - len(pairs))
         tile_experts += [expert] * tiles
     assert groups.num_tiles.tolist() == [len(tile_experts)]
     assert groups.tile_experts[: len(tile_experts)].tolist() == tile_experts
@@ -211,7 +242,29 @@ def test_rows_that_are_no_whole_tiles_are_refused_by_name() -> None:
     x, (ids, weights) = randn(g, 2, 32, dtype=torch.bfloat16), routing(g, 2, 2)
     assert device.unsupported(x, ids, weights, up, down) == "NVFP4 weights come in tiles of 16 rows: up has 24"
     resident = ResidentWeights(torch.device("cpu"))
-    device.warm(up, resident)
+    device.prepare_beside(Experts(up, down, None), resident)
     assert not resident.built
-    device.warm(down, resident)
+    device.prepare_beside(Experts(down, down, None), resident)
     assert resident.built
+
+
+@pytest.mark.parametrize("variant", ["joined", "beside"])
+def test_one_variant_is_for_a_layer(variant: str) -> None:
+    """The other one says why it is not, and prepares nothing."""
+    g, scheme = generator(2), Scheme.FP8
+    up, down = banks(g, scheme, scheme, 64, 32)
+    inter = 64 if variant == "joined" else 48
+    shared = SharedExpert(
+        random_weight(g, "shared.up", scheme, inter, 64), random_weight(g, "shared.down", scheme, 64, inter)
+    )
+    layer, x, (ids, weights) = Experts(up, down, shared), randn(g, 2, 64, dtype=torch.bfloat16), routing(g, 2, 2)
+    reasons = {
+        "joined": device.unsupported_joined(x, ids, weights, up, down, 1.0, shared),
+        "beside": device.unsupported_beside(x, ids, weights, up, down, 1.0, shared),
+    }
+    assert [name for name, reason in reasons.items() if reason is None] == [variant]
+    prepare = {"joined": device.prepare_joined, "beside": device.prepare_beside}
+    for name in prepare:
+        resident = ResidentWeights(torch.device("cpu"))
+        prepare[name](layer, resident)
+        assert bool(resident.built) == (name == variant)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hemiola.formats.weight import ExpertBank, Weight
+from hemiola.formats.weight import ExpertBank, Experts, SharedExpert, Weight
 from hemiola.model.batch import ForwardBatch
 from hemiola.model.linear import Linear
 from hemiola.model.mixers.mlp import MLPMixer
@@ -46,6 +46,10 @@ class MoEMixer:
         self.router, self.up, self.down = router, up, down
         self.routed_scaling_factor = routed_scaling_factor
         self.shared, self.latent, self.ops = shared, latent, ops
+        # Without a latent space in between, one op runs the shared expert with the others.
+        self.together = None
+        if shared is not None and latent is None:
+            self.together = SharedExpert(shared.up_proj.weight, shared.down_proj.weight)
         self.input_scale: float | None = None  # the router, the experts and the shared expert read one input
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
@@ -54,21 +58,20 @@ class MoEMixer:
         ids, weights = self.ops.moe_route(
             logits, r.correction_bias, r.top_k, r.router_groups, r.topk_router_groups, r.normalise
         )
-        shared = None if self.shared is None else self.shared.feed(x, tap)
-        inputs = self.latent[0](x, tap) if self.latent else x
-        added = None if self.latent else shared
-        routed: torch.Tensor = self.ops.moe_experts(
-            inputs, ids, weights, self.up, self.down, self.routed_scaling_factor, added, tap=tap
-        )
         if self.latent is None:
+            routed: torch.Tensor = self.ops.moe_experts(
+                x, ids, weights, self.up, self.down, self.routed_scaling_factor, self.together, tap=tap
+            )
             return routed
+        shared = None if self.shared is None else self.shared.feed(x, tap)
+        inputs = self.latent[0](x, tap)
+        routed = self.ops.moe_experts(inputs, ids, weights, self.up, self.down, self.routed_scaling_factor, tap=tap)
         routed = self.latent[1](routed, tap)
         return routed if shared is None else shared + routed
 
     def warm(self) -> None:
         self.ops.prepare("router_logits", self.router.gate)
-        self.ops.prepare("moe_experts", self.up)
-        self.ops.prepare("moe_experts", self.down)
-        for linear in (self.shared, *(self.latent or ())):
+        self.ops.prepare("moe_experts", Experts(self.up, self.down, self.together))
+        for linear in (None if self.together else self.shared, *(self.latent or ())):
             if linear is not None:
                 linear.warm()

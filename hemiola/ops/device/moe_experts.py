@@ -1,22 +1,30 @@
-"""Routed experts on a GPU: `kernels.experts`. Contract: `ops.moe_experts`.
+"""Experts on a GPU: `kernels.experts` and `kernels.nvfp4_mma`. Contract: `ops.moe_experts`.
 
 A bank of experts is kept packed in one tensor, which is filled expert by expert: what is needed for packing is one
-expert's weight as it is on disk.
+expert's weight as it is on disk. Two variants: `joined`, where the shared expert is cut into pieces of an expert's
+size, which are experts of the bank; `beside`, where it runs as two linears.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from hemiola.formats.weight import ExpertBank, Scheme
+from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import ExpertWeights, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4 import REMAINDER, TILE, pack_words, words_per_row
+from hemiola.ops.device import linear, linear_fp8, linear_nvfp4
 from hemiola.ops.resident import ResidentWeights
 from hemiola.ops.table import register
 from hemiola.tap import Tap
+
+_LINEAR = {Scheme.PLAIN: linear, Scheme.FP8: linear_fp8, Scheme.NVFP4: linear_nvfp4}
+_PIECE_COLUMNS = 16  # a block of NVFP4, so that a piece of down_proj has whole ones
 
 
 def unsupported(
@@ -26,10 +34,11 @@ def unsupported(
     up: ExpertBank,
     down: ExpertBank,
     routed_scale: float = 1.0,
-    shared: Tensor | None = None,
+    shared: SharedExpert | None = None,
     *,
     tap: Tap | None = None,
 ) -> str | None:
+    """Why neither variant takes a call."""
     if tap is not None:
         return "experts' inputs are not collected on a device"
     if x.dtype != torch.bfloat16:
@@ -41,69 +50,188 @@ def unsupported(
     return None
 
 
-def _is_whole(bank: ExpertBank) -> bool:
-    """Whether kernels can read it; where both projections are NVFP4 their sizes are multiples of 16 anyway."""
-    return bank.scheme is not Scheme.NVFP4 or bank.shape[0] % TILE == 0
-
-
-def warm(bank: ExpertBank, resident: ResidentWeights) -> None:
-    """Build it ahead of the first call, which is told where it cannot be."""
-    if _is_whole(bank):
-        prepare(bank, resident)
-
-
-def prepare(bank: ExpertBank, resident: ResidentWeights) -> ExpertWeights:
-    """The bank as kernels read it; built once."""
-    return resident.get(bank.name, "experts", lambda: _build(bank, resident))
-
-
-def run(
+def unsupported_joined(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
     up: ExpertBank,
     down: ExpertBank,
     routed_scale: float = 1.0,
-    shared: Tensor | None = None,
+    shared: SharedExpert | None = None,
+    *,
+    tap: Tap | None = None,
+) -> str | None:
+    return unsupported(x, ids, weights, up, down, tap=tap) or not_joined(Experts(up, down, shared))
+
+
+def unsupported_beside(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertBank,
+    down: ExpertBank,
+    routed_scale: float = 1.0,
+    shared: SharedExpert | None = None,
+    *,
+    tap: Tap | None = None,
+) -> str | None:
+    if reason := unsupported(x, ids, weights, up, down, tap=tap):
+        return reason
+    return None if not_joined(Experts(up, down, shared)) else "the shared expert is joined to the others"
+
+
+def not_joined(layer: Experts) -> str | None:
+    """Why the shared expert cannot be cut into experts; None where it is."""
+    up, down, shared = layer
+    if shared is None:
+        return "there is no shared expert"
+    if (shared.up.scheme, shared.down.scheme) != (up.scheme, down.scheme):
+        return f"the shared expert is {shared.up.scheme.value} and {shared.down.scheme.value}, the others are not"
+    inter, size = up.shape
+    if shared.up.shape[1] != size or shared.up.shape[0] % inter or inter % _PIECE_COLUMNS:
+        return f"the shared expert is {shared.up.shape}, no multiple of {up.shape}"
+    return None
+
+
+def _is_whole(bank: ExpertBank) -> bool:
+    """Whether kernels can read it; where both projections are NVFP4 their sizes are multiples of 16 anyway."""
+    return bank.scheme is not Scheme.NVFP4 or bank.shape[0] % TILE == 0
+
+
+def prepare_joined(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWeights, ExpertWeights] | None:
+    """The banks as kernels read them, with the shared expert's pieces; built once. None where they are not joined."""
+    if not_joined(layer) or not (_is_whole(layer.up) and _is_whole(layer.down)):
+        return None
+    up, down, shared = layer
+    assert shared is not None, "joined"
+    inter = up.shape[0]
+    starts = range(0, shared.up.shape[0], inter)
+    return (
+        _kept(up, lambda: [_rows(shared.up, start, inter) for start in starts], resident),
+        _kept(down, lambda: [_columns(shared.down, start, inter) for start in starts], resident),
+    )
+
+
+def prepare_beside(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWeights, ExpertWeights] | None:
+    """The banks as kernels read them, and the shared expert's linears; built once. None where they are joined."""
+    if not not_joined(layer) or not (_is_whole(layer.up) and _is_whole(layer.down)):
+        return None
+    for weight in layer.shared or ():
+        _LINEAR[weight.scheme].prepare(weight, resident)
+    return prepare(layer.up, resident), prepare(layer.down, resident)
+
+
+def prepare(bank: ExpertBank, resident: ResidentWeights) -> ExpertWeights:
+    return _kept(bank, tuple, resident)
+
+
+def run_joined(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertBank,
+    down: ExpertBank,
+    routed_scale: float = 1.0,
+    shared: SharedExpert | None = None,
     *,
     tap: Tap | None = None,
     resident: ResidentWeights,
     invariant: bool,
 ) -> Tensor:
-    banks, ids = (prepare(up, resident), prepare(down, resident)), ids.to(torch.int32).contiguous()
-    if not invariant and nvfp4_mma.takes_experts(x, *banks, *ids.shape):
-        return nvfp4_mma.experts(x, ids, weights, *banks, routed_scale, shared)
-    return experts(x, ids, weights, *banks, routed_scale, shared, invariant=invariant)
+    banks = prepare_joined(Experts(up, down, shared), resident)
+    assert banks is not None, "a call that is not for this variant"
+    return _run(x, ids, weights, *banks, routed_scale, None, invariant)
 
 
-def _build(bank: ExpertBank, resident: ResidentWeights) -> ExpertWeights:
-    columns = bank.shape[1]
+def run_beside(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertBank,
+    down: ExpertBank,
+    routed_scale: float = 1.0,
+    shared: SharedExpert | None = None,
+    *,
+    tap: Tap | None = None,
+    resident: ResidentWeights,
+    invariant: bool,
+) -> Tensor:
+    part = None
+    if shared is not None:
+        out_scale = shared.down.input_scale if shared.down.scheme is Scheme.FP8 else None
+        first, second = _LINEAR[shared.up.scheme], _LINEAR[shared.down.scheme]
+        hidden = first.run(x, shared.up, x.dtype, True, out_scale, resident=resident, invariant=invariant)
+        part = second.run(hidden, shared.down, x.dtype, resident=resident, invariant=invariant)
+    banks = prepare(up, resident), prepare(down, resident)
+    return _run(x, ids, weights, *banks, routed_scale, part, invariant)
+
+
+def _run(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    routed_scale: float,
+    shared: Tensor | None,
+    invariant: bool,
+) -> Tensor:
+    ids = ids.to(torch.int32).contiguous()
+    if not invariant and nvfp4_mma.takes_experts(x, up, down, *ids.shape):
+        return nvfp4_mma.experts(x, ids, weights, up, down, routed_scale, shared)
+    return experts(x, ids, weights, up, down, routed_scale, shared, invariant=invariant)
+
+
+def _rows(weight: Weight, start: int, count: int) -> Weight:
+    """A piece of an up projection."""
+    rows = slice(start, start + count)
+    block_scale = None if weight.block_scale is None else weight.block_scale[rows]
+    return replace(weight, shape=(count, weight.shape[1]), data=weight.data[rows], block_scale=block_scale)
+
+
+def _columns(weight: Weight, start: int, count: int) -> Weight:
+    """A piece of a down projection."""
+    per_byte = 2 if weight.scheme is Scheme.NVFP4 else 1
+    data = weight.data[:, start // per_byte : (start + count) // per_byte].contiguous()
+    block_scale = weight.block_scale
+    if block_scale is not None:
+        block_scale = block_scale[:, start // _PIECE_COLUMNS : (start + count) // _PIECE_COLUMNS].contiguous()
+    return replace(weight, shape=(weight.shape[0], count), data=data, block_scale=block_scale)
+
+
+def _kept(bank: ExpertBank, pieces: Callable[[], Sequence[Weight]], resident: ResidentWeights) -> ExpertWeights:
+    """The bank as kernels read it; built once."""
+    return resident.get(bank.name, "experts", lambda: _build(bank, pieces(), resident))
+
+
+def _build(bank: ExpertBank, pieces: Sequence[Weight], resident: ResidentWeights) -> ExpertWeights:
+    weights, (rows, columns), num_shared = (*bank, *pieces), bank.shape, len(pieces)
+
+    def empty(row_size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(len(weights), rows, row_size, dtype=dtype, device=resident.device)
+
     if bank.scheme is Scheme.NVFP4:
-        codes = _empty(bank, words_per_row(columns), torch.int32, resident)
-        block_scales = _empty(bank, words_per_row(columns) // 8, torch.int32, resident)
-        for weight, words, scales in zip(bank, codes, block_scales, strict=True):
+        codes = empty(words_per_row(columns), torch.int32)
+        block_scales = empty(words_per_row(columns) // 8, torch.int32)
+        for weight, words, scales in zip(weights, codes, block_scales, strict=True):
             assert weight.block_scale is not None, f"{weight.name} has no block scales"
             pack_words(resident.upload(weight.data), resident.upload(weight.block_scale), words, scales)
-        scale = [REMAINDER * _given(weight.scale, weight.name) for weight in bank]
-        return ExpertWeights(codes, block_scales, _vector(scale, resident), None)
+        scale = [REMAINDER * _given(weight.scale, weight.name) for weight in weights]
+        return ExpertWeights(codes, block_scales, _vector(scale, resident), None, num_shared)
     if bank.scheme is Scheme.FP8:
-        codes = _empty(bank, columns, torch.float8_e4m3fn, resident)
-        for weight, out in zip(bank, codes, strict=True):
+        codes = empty(columns, torch.float8_e4m3fn)
+        for weight, out in zip(weights, codes, strict=True):
             resident.upload(weight.data, out)
-        input_scale = [_given(weight.input_scale, weight.name) for weight in bank]
-        scale = [inner * _given(weight.scale, weight.name) for weight, inner in zip(bank, input_scale, strict=True)]
-        return ExpertWeights(codes, None, _vector(scale, resident), _vector(input_scale, resident))
-    codes = _empty(bank, columns, torch.bfloat16, resident)
-    for weight, out in zip(bank, codes, strict=True):
+        input_scale = [_given(weight.input_scale, weight.name) for weight in weights]
+        scale = [inner * _given(weight.scale, weight.name) for weight, inner in zip(weights, input_scale, strict=True)]
+        return ExpertWeights(codes, None, _vector(scale, resident), _vector(input_scale, resident), num_shared)
+    codes = empty(columns, torch.bfloat16)
+    for weight, out in zip(weights, codes, strict=True):
         if weight.data.dtype == torch.bfloat16:
             resident.upload(weight.data, out)
         else:
             out.copy_(resident.upload(weight.data))
-    return ExpertWeights(codes, None, None, None)
-
-
-def _empty(bank: ExpertBank, row_size: int, dtype: torch.dtype, resident: ResidentWeights) -> Tensor:
-    return torch.empty(len(bank), bank.shape[0], row_size, dtype=dtype, device=resident.device)
+    return ExpertWeights(codes, None, None, None, num_shared)
 
 
 def _vector(values: list[float], resident: ResidentWeights) -> Tensor:
@@ -115,13 +243,17 @@ def _given(scale: float | None, name: str) -> float:
     return scale
 
 
-register(
-    op="moe_experts",
-    arm="device",
-    variant="triton",
-    run=run,
-    unsupported=unsupported,
-    resident=True,
-    invariant=True,
-    prepare=warm,
-)
+for _name, _unsupported, _run_one, _prepare in (
+    ("joined", unsupported_joined, run_joined, prepare_joined),
+    ("beside", unsupported_beside, run_beside, prepare_beside),
+):
+    register(
+        op="moe_experts",
+        arm="device",
+        variant=_name,
+        run=_run_one,
+        unsupported=_unsupported,
+        resident=True,
+        invariant=True,
+        prepare=_prepare,
+    )
