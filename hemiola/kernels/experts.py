@@ -405,13 +405,15 @@ def grouped_kernel(
             if QUANTISE_OUT:
                 result = quantise(result.to(tl.float32), tl.load(next_input_scale + expert))
             tl.store(out + offset, result, mask=is_mine)
-        elif expert < NUM_EXPERTS - NUM_SHARED:
-            place = routed_place(pair, TOP_K, NUM_SHARED)
-            result = (acc * tl.load(pair_weights + place, mask=is_pair, other=0.0)[None, :]).to(tl.bfloat16)
-            tl.store(out + offset, result, mask=is_mine)
         else:
-            piece = pair // (TOP_K + NUM_SHARED) * NUM_SHARED + (expert - (NUM_EXPERTS - NUM_SHARED))
-            tl.store(pieces + piece[None, :] * num_rows + row[:, None], acc, mask=is_mine)
+            is_routed = is_mine
+            if NUM_SHARED > 0:
+                own_piece = expert - (NUM_EXPERTS - NUM_SHARED)
+                is_routed = is_mine & (own_piece < 0)
+                place = pair.to(tl.int64) // (TOP_K + NUM_SHARED) * NUM_SHARED + own_piece
+                tl.store(pieces + place[None, :] * num_rows + row[:, None], acc, mask=is_mine & (own_piece >= 0))
+            weight = tl.load(pair_weights + routed_place(pair, TOP_K, NUM_SHARED), mask=is_pair, other=0.0)
+            tl.store(out + offset, (acc * weight[None, :]).to(tl.bfloat16), mask=is_routed)
 
 
 @triton.jit
