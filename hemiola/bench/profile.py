@@ -29,7 +29,10 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("void cutlass", "cutlass", "sm90_xmma", "gemm"),
         ),
     ),
-    ("states", ("_ssd_update", "_update", "_varlen", "_keep_last", "_states", "_steps", "_outputs")),
+    (
+        "states",
+        ("mamba2_update_kernel", "_ssd_update", "_update", "_varlen", "_keep_last", "_states", "_steps", "_outputs"),
+    ),
     ("attention", ("_decode_kernel", "_combine_kernel", "_prefill_kernel", "_kv_write_kernel")),
     ("norms", ("_rms_norm", "_gated_rms_norm")),
     ("embedding and sampling", ("_embedding_kernel", "_best_of_piece_kernel", "_best_piece_kernel")),

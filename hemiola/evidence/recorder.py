@@ -220,7 +220,10 @@ def _with_copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     contract = registered_ops()[op]["reference"][0]
     names = list(inspect.signature(contract.run).parameters)
     assert not set(contract.mutates) & set(kwargs), "what an op writes is given by position"
-    return [arg.clone() if name in contract.mutates else arg for name, arg in zip(names, args, strict=False)]
+    own = [arg.clone() if name in contract.mutates else arg for name, arg in zip(names, args, strict=False)]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # states are older than the launch before: see `ops.mamba2_update`
+    return own
 
 
 def _values(op: str, call: Call) -> Iterator[tuple[str, Tensor]]:
