@@ -64,11 +64,11 @@ def test_a_device_arm_that_runs_is_found_to_run(device_arm: Callable[[dict[str, 
     assert {finding.op for finding in diagnosis.findings} == {
         *("causal_conv1d", "causal_conv1d_update", "embedding", "gated_rms_norm", "kv_write", "linear", "linear_fp8"),
         *("linear_nvfp4", "moe_experts", "moe_route", "paged_attention_decode", "paged_attention_prefill", "rms_norm"),
-        *("router_logits", "sample", "ssd_scan", "ssd_update"),
+        *("sample", "ssd_scan", "ssd_update"),
     }
     assert {finding.status for finding in diagnosis.findings} == {"runs"}
     assert {arm for _, arm, _ in diagnosis.uses["paths"]} == {"device"}
-    decodes = [f.at for f in diagnosis.findings if f.op == "router_logits"]
+    decodes = [f.at for f in diagnosis.findings if f.op == "moe_route"]
     assert any("bfloat16[3, 192]" in at for at in decodes)
 
 
