@@ -63,7 +63,15 @@ def test_a_device_arm_that_runs_is_found_to_run(device_arm: Callable[[dict[str, 
     assert diagnosis.can_start_strict, diagnosis.problems
     assert {finding.op for finding in diagnosis.findings} == {
         *("causal_conv1d", "causal_conv1d_update", "embedding", "gated_rms_norm", "kv_write", "linear", "linear_fp8"),
-        *("linear_nvfp4", "moe_experts", "moe_route", "paged_attention_decode", "paged_attention_prefill", "rms_norm"),
+        *(
+            "linear_nvfp4",
+            "linears",
+            "moe_experts",
+            "moe_route",
+            "paged_attention_decode",
+            "paged_attention_prefill",
+            "rms_norm",
+        ),
         *("sample", "ssd_scan", "ssd_update"),
     }
     assert {finding.status for finding in diagnosis.findings} == {"runs"}

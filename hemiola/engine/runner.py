@@ -234,7 +234,7 @@ class _Graph:
 
 _DECODE_OPS = (
     "causal_conv1d_update", "embedding", "gated_rms_norm", "kv_write", "linear", "linear_fp8", "linear_nvfp4",
-    "moe_experts", "moe_route", "paged_attention_decode", "rms_norm", "sample", "ssd_update",
+    "linears", "moe_experts", "moe_route", "paged_attention_decode", "rms_norm", "sample", "ssd_update",
 )  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def takes_fused(x: Tensor, gate: Tensor, top_k: int) -> bool:
 def _fused_shared(num_experts: int, tiles: int) -> int:
     """Bytes of shared memory of a block, with a group an expert, which is the most."""
     rows = 16 * _fused_warps(num_experts)
-    rows *= triton.cdiv(num_experts, rows)
+    rows *= -(-num_experts // rows)
     return 4 * (tiles * (_CLUSTER * rows + 3 * num_experts) + num_experts) + 8
 
 
