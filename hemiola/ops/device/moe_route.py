@@ -54,7 +54,7 @@ def run(
 register(
     op="moe_route",
     arm="device",
-    variant="cuda",
+    variant="triton",
     run=run,
     unsupported=unsupported,
     resident=True,
