@@ -401,4 +401,6 @@ def _shown(value: Any) -> str:
         return f"{value.scheme.value}{list(value.shape)}"
     if isinstance(value, ExpertBank):
         return f"{len(value)} x {value.scheme.value}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return " + ".join(text for item in value if (text := _shown(item)))
     return ""

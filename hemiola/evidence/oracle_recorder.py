@@ -102,8 +102,8 @@ class OracleRecorder:
                 self._add(layer, op, op, self._as_read(f"{mixer}.out_proj", output))
             case ["gate"]:
                 logits, _, ids = output
-                self._add(layer, f"{mixer}.gate", "router_logits", logits)
-                self._add(layer, "moe_route", "moe_route", ids)
+                self._add(layer, f"{mixer}.gate", "moe_route", ids)
+                self._add(layer, f"{mixer}.gate", "moe_route", logits, "output[2]")
             case [*outer, "act_fn"] if outer in ([], ["shared_experts"]):
                 mlp = ".".join([mixer, *outer])
                 self._add(layer, f"{mlp}.up_proj", "linear", self._as_read(f"{mlp}.down_proj", output))

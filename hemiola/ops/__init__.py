@@ -13,7 +13,6 @@ from hemiola.ops import (  # noqa: F401  (imported for their registrations)
     moe_route,
     paged_attention,
     rms_norm,
-    router_logits,
     sample,
     ssd_scan,
 )
