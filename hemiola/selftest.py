@@ -28,7 +28,7 @@ from hemiola.evidence.gating import MIN_POSITIONS, find_gates
 from hemiola.evidence.records import FILE, Claim, append, read
 from hemiola.evidence.trace import Side
 from hemiola.evidence.trace import trace as run_trace
-from hemiola.formats.weight import ExpertBank, Scheme, Weight
+from hemiola.formats.weight import ExpertBank, Scheme, SharedExpert, Weight
 from hemiola.front import Front
 from hemiola.llm import LLM
 from hemiola.loading import bind_engine, bind_model
@@ -296,6 +296,8 @@ def _of_weights(change: Callable[[Weight], Weight]) -> Change:
     def changed(which: str | int, value: Any) -> Any:
         if isinstance(value, ExpertBank):
             return ExpertBank(value.name, tuple(map(change, value)))
+        if isinstance(value, SharedExpert):
+            return SharedExpert(*map(change, value))
         return change(value) if isinstance(value, Weight) else value
 
     return changed

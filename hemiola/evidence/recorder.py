@@ -228,8 +228,8 @@ def _with_copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 def _values(op: str, call: Call) -> Iterator[tuple[str, str, Tensor]]:
     """Label, part and value of what a call gave, and of what it wrote in place for the rows that it was about."""
-    several = next((arg for arg in call.args if isinstance(arg, tuple) and isinstance(arg[0], Weight)), None)
-    if several is not None:  # an output for each
+    several = next((arg for arg in call.args if type(arg) is tuple and isinstance(arg[0], Weight)), None)
+    if several is not None:  # an output for each; a SharedExpert is no such tuple
         yield from ((weight.name, "output", output) for weight, output in zip(several, call.result, strict=True))
         return
     label = next((arg.name for arg in call.args if isinstance(arg, Weight)), op)

@@ -22,6 +22,7 @@ from hemiola.kernels.launch import (
     uses_pdl,
 )
 
+KERNEL = "rms_norm_kernel"
 _MOST_COLUMNS = 8192  # of the CUDA kernel
 _COLUMNS_PER_WARP = 512  # two 16-byte vectors of bfloat16 a thread
 
@@ -111,7 +112,7 @@ def _takes_cuda(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
 def _function(hidden: int, has_residual: bool, quantises: bool) -> CudaFunction:
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
     options = (f"-DHIDDEN={hidden}", f"-DRESIDUAL={int(has_residual)}", f"-DQUANTISES={int(quantises)}")
-    return CudaModule(source, options).function("rms_norm_kernel", "PlPlPPPff")
+    return CudaModule(source, options).function(KERNEL, "PlPlPPPff")
 
 
 def in_triton(

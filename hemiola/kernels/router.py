@@ -24,6 +24,7 @@ from hemiola.kernels.launch import (
     uses_pdl,
 )
 
+KERNEL = "router_kernel"
 FUSED_TOKENS = 512
 """Most tokens for which logits and choice are one launch; for any number where rows are not to differ."""
 
@@ -195,7 +196,7 @@ def fused_function(
     }  # fmt: skip
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
     module = CudaModule(source, tuple(f"-D{name}={value}" for name, value in options.items()))
-    return module.function("router_kernel", "PlPPPPPi")
+    return module.function(KERNEL, "PlPPPPPi")
 
 
 def _fused_warps(num_experts: int) -> int:

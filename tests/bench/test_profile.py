@@ -13,7 +13,7 @@ from rich.console import Console
 from hemiola.bench.profile import IDLE, REST, as_rows, part_of, profile
 from hemiola.bench.traffic import Traffic
 from hemiola.cli.bench import _parts
-from hemiola.kernels import mamba2_update, nvfp4_mma
+from hemiola.kernels import mamba2_update, nvfp4_mma, rms_norm, router
 
 KERNELS = Path(nvfp4_mma.__file__).parent
 TRAFFIC = Traffic(experts=8_000_000, other_weights=2_000_000, states=4_000_000, kv=0)
@@ -33,7 +33,11 @@ def launched() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kernel", [*launched(), nvfp4_mma.LINEAR, nvfp4_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL]
+    "kernel",
+    [
+        *(*launched(), nvfp4_mma.LINEAR, nvfp4_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL),
+        router.KERNEL,
+    ],
 )
 def test_every_kernel_belongs_to_a_part(kernel: str) -> None:
     assert part_of(kernel) != REST
@@ -45,7 +49,8 @@ def test_kernels_are_told_apart() -> None:
     assert part_of(nvfp4_mma.EXPERTS) == part_of("combine_kernel") == "routed experts"
     assert part_of("_combine_kernel") == "attention"
     assert part_of(mamba2_update.KERNEL) == "states"
-    assert part_of("logits_rows_kernel") == "router"
+    assert part_of("logits_rows_kernel") == part_of(router.KERNEL) == "router"
+    assert part_of(rms_norm.KERNEL) == "norms"
     assert part_of("Memcpy HtoD (Pinned -> Device)") == REST
 
 
