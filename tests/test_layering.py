@@ -58,8 +58,8 @@ ONLY_IN = {
     "transformers": ("evidence/oracle.py",),
     "os": ("config/", "formats/", "quantize/", "cli/"),
 }
-# Reference compositions inside ops: the experts' reference is made of the linears' and the activation's, the decode
-# step's of its three parts.
+# Compositions inside ops: the experts are made of the linears and the activation, on either arm, the decode step's
+# reference of its three parts.
 OPS_SHARED = {"table", "kept", "resident", "layout", "epilogue"}
 OPS_COMPOSED = {
     "moe_experts": {"linear", "linear_fp8", "linear_nvfp4"},
@@ -111,10 +111,13 @@ def breaches(name: str, source: str) -> list[str]:
                 found.append(f"cache imports model.{rest[1]}")
             if room == "ops" and path.stem != "__init__" and target == "ops" and len(rest) > 1:
                 # A device variant may use what its own op's file defines.
-                own = {path.stem} if name.startswith("ops/device/") else set()
-                allowed = OPS_SHARED | OPS_COMPOSED.get(path.stem, set()) | own
-                if rest[1] not in allowed:
-                    found.append(f"op file {path.stem} imports ops.{rest[1]}")
+                is_device = name.startswith("ops/device/")
+                allowed = OPS_SHARED | OPS_COMPOSED.get(path.stem, set()) | ({path.stem} if is_device else set())
+                imported = rest[1]
+                if is_device and imported == "device":  # another variant's file, or the package in its name
+                    imported = rest[2] if len(rest) > 2 else path.stem
+                if imported not in allowed:
+                    found.append(f"op file {path.stem} imports ops.{imported}")
             if room == "ops" and target == "kernels" and not name.startswith("ops/device/"):
                 found.append("a kernel outside of ops/device")
         if top == "torch" and (name in NO_TORCH or room in {"config", "text"}):
@@ -144,6 +147,8 @@ def test_imports_follow_the_layers(path: Path) -> None:
         ("ops/linear.py", "from hemiola.kernels import nvfp4", "a kernel outside of ops/device"),
         ("ops/device/linear.py", "import triton", "triton"),
         ("ops/device/linear.py", "from hemiola.ops.rms_norm import rms_norm", "op file linear imports ops.rms_norm"),
+        ("ops/device/linear.py", "from hemiola.ops.device import rms_norm", "op file linear imports ops.rms_norm"),
+        ("ops/linear.py", "from hemiola.ops.device import linear", "op file linear imports ops.device"),
         ("model/linear.py", "from hemiola.kernels.launch import capability", "model imports kernels"),
         ("cache/pool.py", "from hemiola.model.batch import ForwardBatch", "cache imports model.batch"),
         ("cache/pool.py", "import torch", "torch"),

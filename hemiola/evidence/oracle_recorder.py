@@ -95,8 +95,11 @@ class OracleRecorder:
     def _mixed(self, layer: int, inside: Sequence[str], module: Any, output: Any) -> None:
         """A module inside a mixer, or the mixer itself, has run."""
         mixer = f"backbone.layers.{layer}.mixer"
-        routed = [] if self.oracle.config.latent_size is None else ["experts"]  # the shared expert is added before fc2
+        is_latent = self.oracle.config.latent_size is not None
+        routed = ["experts"] if is_latent else []  # what moe_experts gives, with or without the shared expert's part
         match inside:
+            case ["shared_experts", *_] if not is_latent:
+                pass
             case ["norm"]:
                 op = "mamba2_update" if self._step else "gated_rms_norm"
                 self._add(layer, op, op, self._as_read(f"{mixer}.out_proj", output))
