@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
+from hemiola.kernels import launch as launch_module
 from hemiola.kernels.launch import compiles_only, compiling
 
 
@@ -82,3 +87,31 @@ def test_a_triton_kernel_that_does_not_compile_leaves_the_next_ones_alone() -> N
         assert mode is not None
         mode.submit("key", fails, lambda kernel: None)
     assert active_mode.get() is None
+
+
+def kernels() -> Iterator[tuple[str, str]]:
+    """Name and source of each kernel that is launched with programmatic dependent launch."""
+    folder = Path(launch_module.__file__).parent
+    for file in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(arg.arg == "PDL" for arg in node.args.args):
+                yield f"{file.name}:{node.name}", ast.unparse(node)
+    for file in sorted(folder.glob("*.cu")):
+        for index, body in enumerate(file.read_text().split('extern "C"')[1:]):
+            yield f"{file.name}:{index}", body
+
+
+KERNELS = dict(kernels())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_lets_the_next_one_start_only_behind_its_own_wait(kernel: str) -> None:
+    """So that all but the two launches before it have ended when a kernel starts: see `hemiola.kernels.launch`."""
+    calls = re.findall(r"gdc_(wait|launch_dependents)\(\)", KERNELS[kernel])
+    assert calls[-1:] == ["launch_dependents"], "it waits, and then lets the next one start"
+    before = [calls[i - 1] if i else "nothing" for i, call in enumerate(calls) if call == "launch_dependents"]
+    assert set(before) == {"wait"}
+
+
+def test_the_kernels_are_found() -> None:
+    assert {"rms_norm.cu:0", "router.cu:0", "mamba2_update.cu:0", "attention_decode.py:_decode_kernel"} <= set(KERNELS)
