@@ -33,6 +33,7 @@ from hemiola.kernels.nvfp4 import (
     word_column,
     word_row,
 )
+from hemiola.kernels.tiles import tile_column, tile_row, tiled_shape, whole_rows, write_tiles
 
 BF16, FP8, NVFP4 = 0, 1, 2
 _BF16, _FP8, _NVFP4 = tl.constexpr(BF16), tl.constexpr(FP8), tl.constexpr(NVFP4)
@@ -42,7 +43,8 @@ _LIFT = tl.constexpr(2.0**64)
 class ExpertWeights(NamedTuple):
     """One projection of all experts, as kernels read it.
 
-    codes: BF16 (E, out, in) bfloat16; FP8 (E, out, in) float8_e4m3fn; NVFP4 (E, out, words) int32 (`nvfp4`).
+    codes: BF16 (E, out, in) bfloat16; FP8 (E, out, in) float8_e4m3fn; NVFP4 (E, out, words) int32 (`nvfp4`). In tiles,
+    so with `out` and `in` padded.
     block_scales: NVFP4 (E, out, words / 8) int32, else None.
     scale: (E,) float32, multiplies the accumulator: FP8 with the input's scale, NVFP4 with `REMAINDER`; BF16 None.
     input_scale: FP8 (E,) float32, else None.
@@ -58,6 +60,19 @@ class ExpertWeights(NamedTuple):
         return NVFP4 if self.block_scales is not None else BF16 if self.scale is None else FP8
 
 
+def empty_codes(num_experts: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Room for a bank of BF16 or FP8 weights, each to be written with `write_tiles`."""
+    return torch.empty(num_experts, *tiled_shape(rows, columns, dtype), dtype=dtype, device=device)
+
+
+def tiled_codes(codes: Tensor) -> Tensor:
+    """A bank of BF16 or FP8 weights (E, out, in), row after row, in tiles."""
+    out = empty_codes(*codes.shape, codes.dtype, codes.device)
+    for weight, tiles in zip(codes, out, strict=True):
+        write_tiles(weight, tiles)
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class RowTiles:
     """Tile of the kernels for few tokens: rows of weights, and columns (NVFP4: words)."""
@@ -70,13 +85,17 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class GroupTiles:
-    """Tile of the grouped kernel: rows of weights, pairs, and columns (NVFP4: words, eight columns each)."""
+    """Tile of the grouped kernel: rows of weights, pairs, and columns (NVFP4: words, eight columns each).
+
+    fast: FP8 sums stay in the tensor cores, which on Hopper keep few bits of them.
+    """
 
     rows: int
     pairs: int
     columns: int
     num_warps: int
     num_stages: int
+    fast: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- few tokens
@@ -132,7 +151,12 @@ def _row_products(
                 scale = scale_bits(scales, block).to(tl.float32, bitcast=True)
                 acc += part * per_word(scale, ROWS, COLUMNS // 8)
         else:
-            weight = tl.load(codes + row[:, None] * row_size + column[None, :], mask=is_column, other=0.0)
+            piece: tl.constexpr = 64 if SCHEME == _FP8 else 32
+            weight = tl.load(
+                codes + tile_row(row, row_size, piece)[:, None] + tile_column(column, piece)[None, :],
+                mask=is_column,
+                other=0.0,
+            )
             values = tl.load(x + column, mask=column < num_columns, other=0.0)
             if QUANTISE:
                 values = quantise(values.to(tl.float32), input_scale)
@@ -157,7 +181,7 @@ def up_rows_kernel(
     expert = tl.load(ids + pair).to(tl.int64)
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
-    codes += expert * num_rows * row_size
+    codes += expert * whole_rows(num_rows) * row_size
     factor, own_input_scale = 1.0, 1.0
     if SCHEME == _NVFP4:
         block_scales += expert * num_rows * (row_size // 8)
@@ -211,7 +235,7 @@ def down_rows_kernel(
         if SCHEME != _BF16:
             factor = tl.load(scale + expert)
         total = _row_products(
-            hidden + pair * num_columns, codes + expert * num_rows * row_size, scales, 1.0,
+            hidden + pair * num_columns, codes + expert * whole_rows(num_rows) * row_size, scales, 1.0,
             safe_row, num_columns, row_size, SCHEME, False, ROWS, COLUMNS, STAGES,
         )  # fmt: skip
         routed += (total * factor * tl.load(pair_weights + pair)).to(tl.bfloat16).to(tl.float32)
@@ -281,7 +305,7 @@ def grouped_kernel(
     num_rows: tl.constexpr, num_columns: tl.constexpr, row_size: tl.constexpr, PAIRS_PER_X: tl.constexpr,
     SCHEME: tl.constexpr, IS_UP: tl.constexpr, QUANTISE_OUT: tl.constexpr, IS_SINGLE: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    FAST: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's pairs times ROWS rows of its weights.
 
@@ -305,7 +329,7 @@ def grouped_kernel(
         row = first + tl.arange(0, ROWS)
         # Rows and pairs past the end read others' data, and are not stored.
         safe_row = tl.minimum(row, num_rows - 1)
-        weights = codes + expert * num_rows * row_size
+        weights = codes + expert * whole_rows(num_rows) * row_size
         x_row = x + (tl.where(is_pair, pair, tile if IS_SINGLE else 0) // PAIRS_PER_X).to(tl.int64)[None, :] * x_stride
         acc = tl.zeros((ROWS, PAIRS), tl.float32)
         if SCHEME == _NVFP4:
@@ -313,7 +337,8 @@ def grouped_kernel(
             weight_row = weights + word_row(safe_row, row_size)[:, None]
             own_scales = block_scales + expert * num_rows * groups + scale_row(safe_row, row_size)[:, None]
         else:
-            weight_row = weights + (safe_row * row_size)[:, None]
+            piece: tl.constexpr = 64 if SCHEME == _FP8 else 32
+            weight_row = weights + tile_row(safe_row, row_size, piece)[:, None]
         for start in tl.range(0, row_size, COLUMNS, num_stages=STAGES):
             column = start + tl.arange(0, COLUMNS)
             if SCHEME == _NVFP4:
@@ -334,13 +359,16 @@ def grouped_kernel(
                         values = tl.load(x_row + x_column, mask=x_column < num_columns, other=0.0)
                     acc = tl.dot(tiles[j], values, acc)
             else:
+                weight_ptr = weight_row + tile_column(column, piece)[None, :]
                 if row_size % COLUMNS == 0:
-                    weight = tl.load(weight_row + column[None, :])
+                    weight = tl.load(weight_ptr)
+                else:
+                    weight = tl.load(weight_ptr, mask=column[None, :] < row_size, other=0.0)
+                if num_columns % COLUMNS == 0:
                     values = tl.load(x_row + column[:, None])
                 else:
-                    weight = tl.load(weight_row + column[None, :], mask=column[None, :] < row_size, other=0.0)
-                    values = tl.load(x_row + column[:, None], mask=column[:, None] < row_size, other=0.0)
-                if SCHEME == _FP8:
+                    values = tl.load(x_row + column[:, None], mask=column[:, None] < num_columns, other=0.0)
+                if SCHEME == _FP8 and not FAST:
                     # A Hopper FP8 product keeps few bits of its sums: these are added in float32 after each tile.
                     acc = tl.dot(weight, values, acc, max_num_imprecise_acc=COLUMNS)
                 else:
@@ -459,7 +487,7 @@ def experts_by_row(
 ) -> Tensor:
     """`experts` with the kernels for few tokens."""
     num_tokens, top_k = ids.shape
-    num_pairs, inter, size = num_tokens * top_k, up.codes.shape[1], down.codes.shape[1]
+    num_pairs, inter, size = num_tokens * top_k, up.codes.shape[1], x.shape[1]
     hidden = _empty_hidden(x, num_pairs, inter, down)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
@@ -497,7 +525,7 @@ def experts_by_group(
 ) -> Tensor:
     """`experts` with tensor cores. single: every pair is a tile of its own."""
     num_tokens, top_k = ids.shape
-    num_pairs, inter, size = num_tokens * top_k, up.codes.shape[1], down.codes.shape[1]
+    num_pairs, inter, size = num_tokens * top_k, up.codes.shape[1], x.shape[1]
     if num_tokens == 0:
         return torch.empty(0, size, dtype=x.dtype, device=x.device)
     groups = None if single else align(ids, len(up.codes), up_tiles.pairs)
@@ -581,8 +609,7 @@ def grouped(
 
     x: row p // pairs_per_x belongs to pair p; FP8: codes. groups: None where every pair is a tile of its own.
     """
-    _, rows, row_size = bank.codes.shape
-    pdl = uses_pdl()
+    rows, row_size, pdl = out.shape[1], bank.codes.shape[2], uses_pdl()
     sorted_pairs, tile_experts, num_tiles = groups or (None, ids, None)
     grouped_kernel[(tile_experts.numel() * triton.cdiv(rows, tiles.rows),)](
         x, x.stride(0), bank.codes, bank.block_scales, bank.scale, next_input_scale,
@@ -590,7 +617,7 @@ def grouped(
         num_rows=rows, num_columns=x.shape[1], row_size=row_size, PAIRS_PER_X=pairs_per_x,
         SCHEME=bank.scheme, IS_UP=pair_weights is None, QUANTISE_OUT=out.dtype == torch.float8_e4m3fn,
         IS_SINGLE=groups is None, ROWS=tiles.rows, PAIRS=tiles.pairs, COLUMNS=tiles.columns, STAGES=tiles.num_stages,
-        ASM=capability() >= 80, PDL=pdl, num_warps=tiles.num_warps, **launch_options(pdl),
+        FAST=tiles.fast, ASM=capability() >= 80, PDL=pdl, num_warps=tiles.num_warps, **launch_options(pdl),
     )  # fmt: skip
 
 

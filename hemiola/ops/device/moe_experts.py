@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Scheme
 from hemiola.kernels import nvfp4_mma
-from hemiola.kernels.experts import ExpertWeights, experts
+from hemiola.kernels.experts import ExpertWeights, empty_codes, experts
 from hemiola.kernels.launch import capability
-from hemiola.kernels.nvfp4 import REMAINDER, TILE, pack_words, words_per_row
+from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
+from hemiola.kernels.tiles import TILE, write_tiles
 from hemiola.ops.resident import ResidentWeights
 from hemiola.ops.table import register
 from hemiola.tap import Tap
@@ -77,33 +78,28 @@ def run(
 
 
 def _build(bank: ExpertBank, resident: ResidentWeights) -> ExpertWeights:
-    columns = bank.shape[1]
+    rows, columns = bank.shape
     if bank.scheme is Scheme.NVFP4:
-        codes = _empty(bank, words_per_row(columns), torch.int32, resident)
-        block_scales = _empty(bank, words_per_row(columns) // 8, torch.int32, resident)
+        codes, block_scales = (
+            torch.empty(len(bank), rows, size, dtype=torch.int32, device=resident.device)
+            for size in (words_per_row(columns), words_per_row(columns) // 8)
+        )
         for weight, words, scales in zip(bank, codes, block_scales, strict=True):
             assert weight.block_scale is not None, f"{weight.name} has no block scales"
             pack_words(resident.upload(weight.data), resident.upload(weight.block_scale), words, scales)
         scale = [REMAINDER * _given(weight.scale, weight.name) for weight in bank]
         return ExpertWeights(codes, block_scales, _vector(scale, resident), None)
     if bank.scheme is Scheme.FP8:
-        codes = _empty(bank, columns, torch.float8_e4m3fn, resident)
+        codes = empty_codes(len(bank), rows, columns, torch.float8_e4m3fn, resident.device)
         for weight, out in zip(bank, codes, strict=True):
-            resident.upload(weight.data, out)
+            write_tiles(resident.upload(weight.data), out)
         input_scale = [_given(weight.input_scale, weight.name) for weight in bank]
         scale = [inner * _given(weight.scale, weight.name) for weight, inner in zip(bank, input_scale, strict=True)]
         return ExpertWeights(codes, None, _vector(scale, resident), _vector(input_scale, resident))
-    codes = _empty(bank, columns, torch.bfloat16, resident)
+    codes = empty_codes(len(bank), rows, columns, torch.bfloat16, resident.device)
     for weight, out in zip(bank, codes, strict=True):
-        if weight.data.dtype == torch.bfloat16:
-            resident.upload(weight.data, out)
-        else:
-            out.copy_(resident.upload(weight.data))
+        write_tiles(resident.upload(weight.data).to(torch.bfloat16), out)
     return ExpertWeights(codes, None, None, None)
-
-
-def _empty(bank: ExpertBank, row_size: int, dtype: torch.dtype, resident: ResidentWeights) -> Tensor:
-    return torch.empty(len(bank), bank.shape[0], row_size, dtype=dtype, device=resident.device)
 
 
 def _vector(values: list[float], resident: ResidentWeights) -> Tensor:
