@@ -67,7 +67,7 @@ def empty_codes(num_experts: int, rows: int, columns: int, dtype: torch.dtype, d
 
 def tiled_codes(codes: Tensor) -> Tensor:
     """A bank of BF16 or FP8 weights (E, out, in), row after row, in tiles."""
-    out = empty_codes(*codes.shape, codes.dtype, codes.device)
+    out = empty_codes(len(codes), codes.shape[1], codes.shape[2], codes.dtype, codes.device)
     for weight, tiles in zip(codes, out, strict=True):
         write_tiles(weight, tiles)
     return out
@@ -364,7 +364,7 @@ def grouped_kernel(
                     weight = tl.load(weight_ptr)
                 else:
                     weight = tl.load(weight_ptr, mask=column[None, :] < row_size, other=0.0)
-                if num_columns % COLUMNS == 0:
+                if row_size % COLUMNS == 0 and num_columns == row_size:
                     values = tl.load(x_row + column[:, None])
                 else:
                     values = tl.load(x_row + column[:, None], mask=column[:, None] < num_columns, other=0.0)

@@ -19,8 +19,8 @@ scale 1 (3) in bits 3 .. 0 and 15 .. 12, so that swapping the bytes of a half br
 
 A decoded weight is e2m1 times e4m3 times 2^-7, exact in bfloat16; `REMAINDER` is what the tensor's scale makes up for.
 
-In memory words lie in the tiles of `tiles`: 16 rows and 16 words. A row has a multiple of 16 words. The scales of a tile, two of each row, are
-32 words: those of rows r and r + 8 side by side, for both groups of r, for r = 0 .. 7.
+In memory words lie in the tiles of `tiles`: 16 rows and 16 words; a row has a multiple of 16 words. The scales of a
+tile, two of each row, are 32 words: those of rows r and r + 8 side by side, for both groups of r, for r = 0 .. 7.
 """
 
 from __future__ import annotations

@@ -83,19 +83,18 @@ __device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]
 }
 
 #elif SCHEME == FP8
-// Two e4m3 codes, the lower half of v, as float16.
-__device__ __forceinline__ u32 to_f16x2(u32 v) {
-    u32 r;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((u16)v));
-    return r;
+// Four e4m3 codes as two pairs of float16.
+__device__ __forceinline__ void to_f16(u32 codes, u32 &first, u32 &second) {
+    asm("{.reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;}" : "=r"(first), "=r"(second) : "r"(codes));
 }
 
 // Eight codes as four pairs.
 __device__ __forceinline__ void decode(u32 w, u32 v, u32 (&a)[4]) {
-    a[0] = to_f16x2(w);
-    a[1] = to_f16x2(w >> 16);
-    a[2] = to_f16x2(v);
-    a[3] = to_f16x2(v >> 16);
+    to_f16(w, a[0], a[1]);
+    to_f16(v, a[2], a[3]);
 }
 
 // x / scale, saturating, as e4m3 in float16; x: two bfloat16. inverse: 1 / scale, to the nearest. With the remainder
@@ -108,9 +107,11 @@ __device__ __forceinline__ u32 quantise2(u32 x, float scale, float inverse) {
         q[i] = values[i] * inverse;
         if (fabsf(q[i]) < 1024.f) q[i] = fmaf(fmaf(-q[i], scale, values[i]), inverse, q[i]);
     }
-    u16 codes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(q[1]), "f"(q[0]));
-    return to_f16x2(codes);
+    u32 result;
+    asm("{.reg .b16 codes;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 codes, %2, %1;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, codes;}" : "=r"(result) : "f"(q[0]), "f"(q[1]));
+    return result;
 }
 #endif
 

@@ -71,8 +71,8 @@ def source() -> str:
 def rows_options(scheme: int, tile: RowsTile, name: str) -> tuple[str, ...]:
     """What the source's macros stand for in the kernel for a tile."""
     return (
-        f"-DSCHEME={scheme}", f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}", f"-DDEPTH={tile.depth}",
-        f"-DROWS_KERNEL={name}",
+        f"-DSCHEME={scheme}", f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}",
+        f"-DDEPTH={tile.depth}", f"-DROWS_KERNEL={name}",
     )  # fmt: skip
 
 

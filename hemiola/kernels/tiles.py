@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 TILE = 16
@@ -18,7 +19,7 @@ PIECE_BYTES = 64
 
 
 @triton.jit
-def tile_row(row, row_size, PIECE):
+def tile_row(row, row_size, PIECE: tl.constexpr):
     """Where a row begins in its weight; `tile_column` says how far from there a column of it lies.
 
     row_size and PIECE: elements of a row and of a piece."""
@@ -26,7 +27,7 @@ def tile_row(row, row_size, PIECE):
 
 
 @triton.jit
-def tile_column(column, PIECE):
+def tile_column(column, PIECE: tl.constexpr):
     return column // PIECE * (16 * PIECE) + column % PIECE
 
 

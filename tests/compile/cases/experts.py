@@ -19,7 +19,9 @@ def bank(scheme: str, num_experts: int, out_size: int, in_size: int) -> ExpertWe
     vector = torch.empty(num_experts, device="meta")
     if scheme == "nvfp4":
         row = words_per_row(in_size)
-        codes, scales = (torch.empty(num_experts, out_size, n, dtype=torch.int32, device="meta") for n in (row, row // 8))
+        codes, scales = (
+            torch.empty(num_experts, out_size, n, dtype=torch.int32, device="meta") for n in (row, row // 8)
+        )
         return ExpertWeights(codes, scales, vector, None)
     dtype = torch.float8_e4m3fn if scheme == "fp8" else torch.bfloat16
     codes = empty_codes(num_experts, out_size, in_size, dtype, "meta")
