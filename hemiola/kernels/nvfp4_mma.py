@@ -51,7 +51,7 @@ DIRECT = {
         (RowsTile(8, 4, 2, 2), DownTile(1, 4)),
         (RowsTile(8, 4, 2, 2), DownTile(1, 4)),
     ),
-    FP8: ((RowsTile(8, 2, 2, 4), DownTile(2, 4)),) * 2 + ((RowsTile(8, 4, 1, 4), DownTile(1, 4)),) * 2,
+    FP8: ((RowsTile(8, 2, 2, 4), DownTile(2, 4)),) * 2 + ((RowsTile(8, 4, 1, 4), DownTile(2, 4)),) * 2,
     BF16: ((RowsTile(8, 2, 2, 4), DownTile(2, 4)),) * 2 + ((RowsTile(8, 4, 1, 4), DownTile(1, 4)),) * 2,
 }
 DIRECT_TOP_K = 12  # of more experts a token, a block of the down kernel would have too few registers
