@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hemiola.kernels import nvfp4_mma
+from hemiola.kernels.experts import NVFP4
 from hemiola.kernels.launch import (
     capability,
     gdc_launch_dependents,
@@ -147,7 +148,7 @@ def linear_nvfp4(
     if not invariant:
         for most, few_rows, many_rows in MMA_TILES:
             tile = many_rows if num_rows >= MANY_ROWS else few_rows
-            if num_tokens <= most and nvfp4_mma.takes(x, 4 * words.shape[1], tile):
+            if num_tokens <= most and nvfp4_mma.takes(NVFP4, x, 4 * words.shape[1], tile):
                 return nvfp4_mma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, tile)
     return in_tiles(x, words, scales, num_rows, scale, relu_squared, out_scale, invariant)
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import nvfp4_mma
-from hemiola.kernels.experts import ExpertWeights, experts
+from hemiola.kernels.experts import ExpertWeights, empty_codes, experts
 from hemiola.kernels.launch import capability
-from hemiola.kernels.nvfp4 import REMAINDER, TILE, pack_words, words_per_row
+from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
+from hemiola.kernels.tiles import TILE, write_tiles
 from hemiola.ops.device import linear, linear_fp8, linear_nvfp4
 from hemiola.ops.resident import ResidentWeights
 from hemiola.ops.table import register
@@ -219,18 +220,15 @@ def _build(bank: ExpertBank, pieces: Sequence[Weight], resident: ResidentWeights
         scale = [REMAINDER * _given(weight.scale, weight.name) for weight in weights]
         return ExpertWeights(codes, block_scales, _vector(scale, resident), None, num_shared)
     if bank.scheme is Scheme.FP8:
-        codes = empty(columns, torch.float8_e4m3fn)
+        codes = empty_codes(len(weights), rows, columns, torch.float8_e4m3fn, resident.device)
         for weight, out in zip(weights, codes, strict=True):
-            resident.upload(weight.data, out)
+            write_tiles(resident.upload(weight.data), out)
         input_scale = [_given(weight.input_scale, weight.name) for weight in weights]
         scale = [inner * _given(weight.scale, weight.name) for weight, inner in zip(weights, input_scale, strict=True)]
         return ExpertWeights(codes, None, _vector(scale, resident), _vector(input_scale, resident), num_shared)
-    codes = empty(columns, torch.bfloat16)
+    codes = empty_codes(len(weights), rows, columns, torch.bfloat16, resident.device)
     for weight, out in zip(weights, codes, strict=True):
-        if weight.data.dtype == torch.bfloat16:
-            resident.upload(weight.data, out)
-        else:
-            out.copy_(resident.upload(weight.data))
+        write_tiles(resident.upload(weight.data).to(torch.bfloat16), out)
     return ExpertWeights(codes, None, None, None, num_shared)
 
 

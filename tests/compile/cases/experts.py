@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from hemiola.kernels.experts import ExpertWeights, experts
+from hemiola.kernels.experts import ExpertWeights, empty_codes, experts
 from hemiola.kernels.nvfp4 import words_per_row
 
 LIGHTNING = (128, 6, 2688, 1856)  # experts, top_k, in, inter
@@ -17,11 +17,14 @@ ODD = (6, 3, 80, 48)
 
 def bank(scheme: str, num_experts: int, out_size: int, in_size: int) -> ExpertWeights:
     vector = torch.empty(num_experts, device="meta")
-    row = words_per_row(in_size) if scheme == "nvfp4" else in_size
-    dtype = {"nvfp4": torch.int32, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}[scheme]
-    codes = torch.empty(num_experts, out_size, row, dtype=dtype, device="meta")
     if scheme == "nvfp4":
-        return ExpertWeights(codes, torch.empty(*codes.shape[:2], row // 8, dtype=dtype, device="meta"), vector, None)
+        row = words_per_row(in_size)
+        codes, scales = (
+            torch.empty(num_experts, out_size, n, dtype=torch.int32, device="meta") for n in (row, row // 8)
+        )
+        return ExpertWeights(codes, scales, vector, None)
+    dtype = torch.float8_e4m3fn if scheme == "fp8" else torch.bfloat16
+    codes = empty_codes(num_experts, out_size, in_size, dtype, "meta")
     return ExpertWeights(codes, None, *((vector, vector) if scheme == "fp8" else (None, None)))
 
 
