@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hemiola.kernels import align as aligning
 from hemiola.kernels.launch import capability, gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
 from hemiola.kernels.nvfp4 import (
     TENSOR_MEMORY,
@@ -546,6 +547,9 @@ def align(ids: Tensor, num_experts: int, tile: int) -> Groups:
     groups = Groups(
         torch.empty(most_tiles * tile, **options), torch.empty(most_tiles, **options), torch.empty(1, **options)
     )
+    if aligning.takes(ids, num_experts):
+        aligning.align(ids, num_experts, tile, *groups)
+        return groups
     pdl = uses_pdl()
     align_kernel[(num_experts,)](
         ids, *groups, num_pairs, NUM_EXPERTS=num_experts, BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Scheme
-from hemiola.kernels import nvfp4_mma
+from hemiola.kernels import nvfp4_mma, nvfp4_wgmma
 from hemiola.kernels.experts import ExpertWeights, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4 import REMAINDER, TILE, pack_words, words_per_row
@@ -73,6 +73,8 @@ def run(
     banks, ids = (prepare(up, resident), prepare(down, resident)), ids.to(torch.int32).contiguous()
     if not invariant and nvfp4_mma.takes_experts(x, *banks, *ids.shape):
         return nvfp4_mma.experts(x, ids, weights, *banks, routed_scale, shared)
+    if not invariant and nvfp4_wgmma.takes_experts(x, *banks, *ids.shape):
+        return nvfp4_wgmma.experts(x, ids, weights, *banks, routed_scale, shared)
     return experts(x, ids, weights, *banks, routed_scale, shared, invariant=invariant)
 
 
