@@ -482,6 +482,7 @@ struct Consumer {
             if (!has_rows()) {
                 for (int step = 0; step < given.row_bytes / 64; step++) {
                     ring.wait_full();
+                    __syncwarp();
                     if (threadIdx.x % 32 == 0) arrive(ring.empty + ring.stage * 8);
                     ring.step();
                 }
