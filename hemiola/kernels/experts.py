@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hemiola.kernels import align as aligning
 from hemiola.kernels.launch import capability, gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
 from hemiola.kernels.nvfp4 import (
     TENSOR_MEMORY,
@@ -659,6 +660,9 @@ def align(ids: Tensor, bank: ExpertWeights, tile: int) -> Groups:
     groups = Groups(
         torch.empty(most_tiles * tile, **options), torch.empty(most_tiles, **options), torch.empty(1, **options)
     )
+    if aligning.takes(ids, num_experts):
+        aligning.align(ids, num_experts, bank.num_shared, tile, *groups)
+        return groups
     pdl = uses_pdl()
     align_kernel[(num_experts,)](
         ids, *groups, ids.numel(), **_counts(bank, top_k), BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile,

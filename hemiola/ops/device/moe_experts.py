@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
-from hemiola.kernels import nvfp4_mma
+from hemiola.kernels import nvfp4_mma, nvfp4_wgmma
 from hemiola.kernels.experts import ExpertWeights, empty_codes, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
@@ -180,6 +180,8 @@ def _run(
     ids = ids.to(torch.int32).contiguous()
     if not invariant and nvfp4_mma.takes_experts(x, up, down, *ids.shape):
         return nvfp4_mma.experts(x, ids, weights, up, down, routed_scale, shared)
+    if not invariant and nvfp4_wgmma.takes_experts(x, up, down, *ids.shape):
+        return nvfp4_wgmma.experts(x, ids, weights, up, down, routed_scale, shared)
     return experts(x, ids, weights, up, down, routed_scale, shared, invariant=invariant)
 
 
