@@ -602,7 +602,7 @@ def experts_by_group(
     pairs_per_token, inter, size = top_k + up.num_shared, up.codes.shape[1], x.shape[1]
     if num_tokens == 0:
         return torch.empty(0, size, dtype=x.dtype, device=x.device)
-    groups = None if single else align(ids, up, up_tiles.pairs)
+    groups = None if single else align(ids, len(up.codes), up_tiles.pairs, up.num_shared)
     hidden = _empty_hidden(x, num_tokens * pairs_per_token, inter, down)
     if up.scheme == FP8:
         inputs, pairs_per_x = quantise_pairs(x, ids, up), 1
@@ -610,7 +610,7 @@ def experts_by_group(
         inputs, pairs_per_x = x, pairs_per_token
     grouped(inputs, pairs_per_x, up, ids, groups, up_tiles, hidden, next_input_scale=down.input_scale)
     if groups is not None and down_tiles.pairs != up_tiles.pairs:
-        groups = align(ids, down, down_tiles.pairs)
+        groups = align(ids, len(down.codes), down_tiles.pairs, down.num_shared)
     parts, pieces = empty_parts(x, num_tokens, top_k, down)
     grouped(hidden, 1, down, ids, groups, down_tiles, parts, pair_weights=weights, pieces=pieces)
     return combine(parts, pieces, top_k, routed_scale, shared)
@@ -651,22 +651,24 @@ class Groups(NamedTuple):
     num_tiles: Tensor
 
 
-def align(ids: Tensor, bank: ExpertWeights, tile: int) -> Groups:
-    """Group pairs by expert, in the order of experts and, within one, of pairs. Room for any routing."""
+def align(ids: Tensor, num_experts: int, tile: int, num_shared: int = 0) -> Groups:
+    """Group pairs by expert, in the order of experts and, within one, of pairs. Room for any routing.
+
+    num_experts: of the bank, of which the last num_shared are taken by every token."""
     num_tokens, top_k = ids.shape
-    num_experts, num_pairs = len(bank.codes), num_tokens * (top_k + bank.num_shared)
+    num_pairs = num_tokens * (top_k + num_shared)
     most_tiles = (num_pairs + min(num_experts, num_pairs) * (tile - 1)) // tile
     options: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
     groups = Groups(
         torch.empty(most_tiles * tile, **options), torch.empty(most_tiles, **options), torch.empty(1, **options)
     )
     if aligning.takes(ids, num_experts):
-        aligning.align(ids, num_experts, bank.num_shared, tile, *groups)
+        aligning.align(ids, num_experts, num_shared, tile, *groups)
         return groups
     pdl = uses_pdl()
     align_kernel[(num_experts,)](
-        ids, *groups, ids.numel(), **_counts(bank, top_k), BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile,
-        TILE_BLOCK=triton.next_power_of_2(tile),
+        ids, *groups, ids.numel(), TOP_K=top_k, NUM_SHARED=num_shared, NUM_EXPERTS=num_experts,
+        BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile, TILE_BLOCK=triton.next_power_of_2(tile),
         CHUNK=min(ALIGN_CHUNK, max(128, triton.next_power_of_2(ids.numel()))), PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
     return groups

@@ -166,7 +166,7 @@ def experts(
         project(x, pairs_per_token, up, top_k, None, ids, None, hidden, tile, out_scales=down_.input_scale)
         return down(hidden, down_, ids, weights, shared, routed_scale, x.shape[1], down_tile)
     tile = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up))
-    groups = align(ids, up, tile.tokens)
+    groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
     project(x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale)
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
     project(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)

@@ -112,7 +112,7 @@ def experts(
     """`kernels.experts.experts` for many pairs an expert, where `takes_experts` says so."""
     num_tokens, top_k = ids.shape
     pairs_per_token = top_k + up.num_shared
-    groups = align(ids, up, tile.tokens)
+    groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
     hidden = torch.empty(num_tokens * pairs_per_token, up.codes.shape[1], dtype=x.dtype, device=x.device)
     project(x, pairs_per_token, up, top_k, *groups, hidden, tile)
     parts, pieces = empty_parts(x, num_tokens, top_k, down)

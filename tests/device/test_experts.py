@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hemiola.formats.weight import ExpertBank, Scheme, Weight
+from hemiola.formats.weight import ExpertBank, Scheme, SharedExpert, Weight
 from hemiola.kernels import experts as kernels
 from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
@@ -228,20 +228,61 @@ def test_every_tile_of_the_cuda_tables(scheme: Scheme) -> None:
             for tile, down_tile in nvfp4_mma.DIRECT[name]:
                 poison(given, case)
                 between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
-                nvfp4_mma.project(x, top_k, up, ids, None, None, between, tile, out_scales=down.input_scale)
+                nvfp4_mma.project(x, top_k, up, top_k, None, ids, None, between, tile, out_scales=down.input_scale)
                 result = nvfp4_mma.down(between, down, ids, weights, shared, 2.5, hidden, down_tile)
                 error = distance(result, exact)
                 print(f"{scheme.name} T={num_tokens} {tile} {down_tile}: {error:.2e}")
                 assert GAP * error < smallest
             for _, tile in nvfp4_mma.GROUP_TILES[name]:
-                pairs, owners, count = kernels.align(ids, num_experts, tile.tokens)
+                groups = kernels.align(ids, num_experts, tile.tokens)
                 between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
-                nvfp4_mma.project(x, top_k, up, owners, pairs, count, between, tile, out_scales=down.input_scale)
+                nvfp4_mma.project(x, top_k, up, top_k, *groups, between, tile, out_scales=down.input_scale)
                 parts = torch.full((ids.numel(), hidden), torch.nan, dtype=x.dtype, device="cuda")
-                nvfp4_mma.project(between, 1, down, owners, pairs, count, parts, tile, pair_weights=weights)
-                error = distance(kernels.combine(parts, top_k, 2.5, shared), exact)
+                nvfp4_mma.project(between, 1, down, top_k, *groups, parts, tile, pair_weights=weights)
+                error = distance(kernels.combine(parts, None, top_k, 2.5, shared), exact)
                 print(f"{scheme.name} T={num_tokens} {tile}: {error:.2e}")
                 assert GAP * error < smallest
+
+
+@every_scheme
+@pytest.mark.parametrize("geometry", [LIGHTNING, ODD], ids=["lightning", "odd"])
+def test_the_shared_expert_as_two_more(scheme: Scheme, geometry: tuple[int, int, int, int, tuple[int, ...]]) -> None:
+    """By every way that the number of tokens takes, and invariant; a token's bits are then its own."""
+    num_experts, top_k, hidden, inter, counts = geometry
+    case = layer(scheme, num_experts, hidden, inter)
+    g = torch.Generator("cuda").manual_seed(SEED + 1)
+    shared = SharedExpert(
+        random_weight(g, "shared.up", scheme, 2 * inter, hidden, 1.3),
+        random_weight(g, "shared.down", scheme, hidden, 2 * inter, 0.8),
+    )
+    resident = ResidentWeights(torch.device("cuda"))
+
+    def run(given: Inputs, invariant: bool) -> Tensor:
+        poison(given, case)
+        x, ids, weights, _ = given
+        arguments = (x, ids, weights, case.up, case.down, 2.5, shared)
+        assert device.unsupported_joined(*arguments) is None
+        return device.run_joined(*arguments, resident=resident, invariant=invariant)
+
+    for num_tokens in (*counts, 1500):
+        given = inputs(num_tokens, num_experts, top_k, hidden)
+        first, second = values(shared.up), values(shared.down)
+        between = bf16(bf16(product(given.x.double(), shared.up, first)).clamp(min=0) ** 2)
+        whole = given._replace(shared=bf16(product(between, shared.down, second)))
+        half = given._replace(
+            shared=bf16(product(between * (torch.arange(2 * inter, device="cuda") < inter), shared.down, second))
+        )
+        exact = ledger(case, whole)
+        results = [run(given, invariant) for invariant in (False, True)]
+        error = max(distance(result, exact) for result in results)
+        errors = {"half of the shared part": distance(ledger(case, half), exact)}
+        if num_tokens <= 20:
+            errors |= {name: distance(ledger(case, whole, name), exact) for name in DEFECTS}
+        smallest = min(errors, key=lambda name: errors[name])
+        print(f"{scheme.name} {geometry[:4]} joined T={num_tokens}: {error:.2e}, {smallest} {errors[smallest]:.2e}")
+        assert errors[smallest] > GAP * error, (num_tokens, smallest)
+        some = slice(num_tokens // 3, num_tokens // 3 + 5)
+        assert torch.equal(run(Inputs(*(t[some] for t in given)), True), results[1][some])
 
 
 def hidden_type(scheme: Scheme) -> torch.dtype:
@@ -263,7 +304,7 @@ def test_quantised_activations_saturate_and_keep_nan() -> None:
         expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float().clamp(min=0).bfloat16()
         expected = (expected.float() ** 2).bfloat16()
         result = torch.empty(12, 64, dtype=torch.bfloat16, device="cuda")
-        nvfp4_mma.project(x, 1, up, ids, None, None, result, nvfp4_mma.RowsTile(8, 2, 2, 2))
+        nvfp4_mma.project(x, 1, up, 1, None, ids, None, result, nvfp4_mma.RowsTile(8, 2, 2, 2))
         column = result[:, 5]
         assert torch.equal(column.isnan(), expected[:, 5].isnan())
         assert torch.equal(column.nan_to_num(7.0), expected[:, 5].nan_to_num(7.0))

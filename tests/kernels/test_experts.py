@@ -203,8 +203,7 @@ def test_pairs_are_grouped_by_expert(
     g = generator(num_tokens)
     ids = torch.stack([torch.randperm(num_experts, generator=g)[:top_k] for _ in range(num_tokens)]).int()
     ids[ids == 3] = 0  # nobody takes expert 3; expert 0 may come twice in a token
-    bank = kernels.ExpertWeights(torch.empty(num_experts + num_shared, 1, 1), None, None, None, num_shared)
-    groups = kernels.align(ids, bank, tile)
+    groups = kernels.align(ids, num_experts + num_shared, tile, num_shared)
     pieces = torch.arange(num_experts, num_experts + num_shared).expand(num_tokens, -1)
     taken = torch.cat((ids, pieces), 1).flatten()
     sorted_pairs: list[int] = []

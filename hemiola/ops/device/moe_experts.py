@@ -8,7 +8,6 @@ size, which are experts of the bank; `beside`, where it runs as two linears.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -189,7 +188,7 @@ def _rows(weight: Weight, start: int, count: int) -> Weight:
     """A piece of an up projection."""
     rows = slice(start, start + count)
     block_scale = None if weight.block_scale is None else weight.block_scale[rows]
-    return replace(weight, shape=(count, weight.shape[1]), data=weight.data[rows], block_scale=block_scale)
+    return _piece(weight, (count, weight.shape[1]), weight.data[rows], block_scale)
 
 
 def _columns(weight: Weight, start: int, count: int) -> Weight:
@@ -199,7 +198,11 @@ def _columns(weight: Weight, start: int, count: int) -> Weight:
     block_scale = weight.block_scale
     if block_scale is not None:
         block_scale = block_scale[:, start // _PIECE_COLUMNS : (start + count) // _PIECE_COLUMNS].contiguous()
-    return replace(weight, shape=(weight.shape[0], count), data=data, block_scale=block_scale)
+    return _piece(weight, (weight.shape[0], count), data, block_scale)
+
+
+def _piece(weight: Weight, shape: tuple[int, int], data: Tensor, block_scale: Tensor | None) -> Weight:
+    return Weight(weight.name, shape, weight.scheme, data, block_scale, weight.scale, weight.input_scale)
 
 
 def _kept(bank: ExpertBank, pieces: Callable[[], Sequence[Weight]], resident: ResidentWeights) -> ExpertWeights:
