@@ -4,7 +4,7 @@
 
 Run it in the root of the source tree; hemiola need not be installed. In the `lightning` layout linear_fp8 is the op of
 Mamba-2's in_proj and out_proj, and of nothing else. Leg a is the device arm, leg b the same with linear_fp8 on the
-reference arm, with --scans leg c with ssd_scan and ssd_update there; all without CUDA graphs, which a leg with
+reference arm, with --scans leg c with ssd_scan and mamba2_update there; all without CUDA graphs, which a leg with
 reference calls cannot replay. Cells: decode at batch 1 and 8. Each leg is held to vLLM's answers first. Busy fractions
 need NVML's Python package. On one H200 two gates and six runs of 15 to 25 s each are expected, three minutes together;
 half as much again with --scans.
@@ -28,7 +28,7 @@ from tests.support.seeded_checkpoint import write_seeded_checkpoint
 
 SCHEME = "lightning"
 PROJECTIONS = ["--leg", "a=device", "--leg", "b=device,linear_fp8=reference"]
-SCANS = ["--leg", "c=device,ssd_scan=reference,ssd_update=reference"]
+SCANS = ["--leg", "c=device,ssd_scan=reference,mamba2_update=reference"]
 CELLS = ["--batch", "1", "--batch", "8", "--steps", "128"]
 
 

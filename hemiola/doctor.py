@@ -374,6 +374,8 @@ def _with_copies(
             new_kwargs[name] = new_kwargs[name].clone()
         elif positions[name] < len(new_args):
             new_args[positions[name]] = new_args[positions[name]].clone()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # states are older than the launch before: see `ops.mamba2_update`
     return tuple(new_args), new_kwargs
 
 
@@ -399,4 +401,6 @@ def _shown(value: Any) -> str:
         return f"{value.scheme.value}{list(value.shape)}"
     if isinstance(value, ExpertBank):
         return f"{len(value)} x {value.scheme.value}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return " + ".join(text for item in value if (text := _shown(item)))
     return ""

@@ -28,7 +28,7 @@ from hemiola.evidence.gating import MIN_POSITIONS, find_gates
 from hemiola.evidence.records import FILE, Claim, append, read
 from hemiola.evidence.trace import Side
 from hemiola.evidence.trace import trace as run_trace
-from hemiola.formats.weight import ExpertBank, Scheme, Weight
+from hemiola.formats.weight import ExpertBank, Scheme, SharedExpert, Weight
 from hemiola.front import Front
 from hemiola.llm import LLM
 from hemiola.loading import bind_engine, bind_model
@@ -100,7 +100,7 @@ def gate_cases(folder: Path) -> Iterator[Case]:
     linears = ("linear_fp8", "linear_nvfp4", "moe_experts")
     other_sum = replace(golden, checkpoint_sha256="0" * 64)
     yield case("nothing", {}, is_red=False)
-    yield case("recurrent state dropped before each decode step", {"ssd_update": _no_state})
+    yield case("recurrent state dropped before each decode step", {"mamba2_update": _no_state})
     yield case("recurrent state dropped between pieces of a prompt", {"ssd_scan": _from_zero})
     yield case("nibbles of NVFP4 weights swapped", dict.fromkeys(linears, _of_weights(_swap_nibbles)))
     yield case("input_scale of FP8 products ignored", dict.fromkeys(linears, _of_weights(_no_input_scale)))
@@ -281,7 +281,7 @@ def _break(llm: LLM, changes: Mapping[str, Change]) -> None:
     llm.front = Front(engine, loaded.tokenizer)
 
 
-_SSM_STATE, _NUM_COMPUTED = 7, 10  # positions in ssd_update and in ssd_scan
+_SSM_STATE, _NUM_COMPUTED = 9, 10  # positions in mamba2_update and in ssd_scan
 
 
 def _no_state(which: str | int, value: Any) -> Any:
@@ -296,6 +296,8 @@ def _of_weights(change: Callable[[Weight], Weight]) -> Change:
     def changed(which: str | int, value: Any) -> Any:
         if isinstance(value, ExpertBank):
             return ExpertBank(value.name, tuple(map(change, value)))
+        if isinstance(value, SharedExpert):
+            return SharedExpert(*map(change, value))
         return change(value) if isinstance(value, Weight) else value
 
     return changed

@@ -62,13 +62,13 @@ def test_a_device_arm_that_runs_is_found_to_run(device_arm: Callable[[dict[str, 
     diagnosis = probed()
     assert diagnosis.can_start_strict, diagnosis.problems
     assert {finding.op for finding in diagnosis.findings} == {
-        *("causal_conv1d", "causal_conv1d_update", "embedding", "gated_rms_norm", "kv_write", "linear", "linear_fp8"),
-        *("linear_nvfp4", "moe_experts", "moe_route", "paged_attention_decode", "paged_attention_prefill", "rms_norm"),
-        *("router_logits", "sample", "ssd_scan", "ssd_update"),
+        *("causal_conv1d", "embedding", "gated_rms_norm", "kv_write", "linear", "linear_fp8", "linear_nvfp4"),
+        *("linears", "mamba2_update", "moe_experts", "moe_route", "paged_attention_decode"),
+        *("paged_attention_prefill", "rms_norm", "sample", "ssd_scan"),
     }
     assert {finding.status for finding in diagnosis.findings} == {"runs"}
     assert {arm for _, arm, _ in diagnosis.uses["paths"]} == {"device"}
-    decodes = [f.at for f in diagnosis.findings if f.op == "router_logits"]
+    decodes = [f.at for f in diagnosis.findings if f.op == "moe_route"]
     assert any("bfloat16[3, 192]" in at for at in decodes)
 
 
@@ -138,7 +138,7 @@ def test_what_a_variant_destroys_is_a_copy(
     device_arm({})
     probed()
     expected, ids = ids[: len(ids) // 2], []
-    device_arm({op: ruining for op in ("causal_conv1d", "causal_conv1d_update", "ssd_update", "kv_write")})
+    device_arm({op: ruining for op in ("causal_conv1d", "mamba2_update", "kv_write")})
     probed()
     assert expected
     assert ids[: len(expected)] == expected

@@ -58,9 +58,13 @@ ONLY_IN = {
     "transformers": ("evidence/oracle.py",),
     "os": ("config/", "formats/", "quantize/", "cli/"),
 }
-# Reference compositions inside ops: the experts' reference is made of the linears' and the activation's.
+# Reference compositions inside ops: the experts' reference is made of the linears' and the activation's, the decode
+# step's of its three parts.
 OPS_SHARED = {"table", "kept", "resident", "layout", "epilogue"}
-OPS_COMPOSED = {"moe_experts": {"linear", "linear_fp8", "linear_nvfp4"}}
+OPS_COMPOSED = {
+    "moe_experts": {"linear", "linear_fp8", "linear_nvfp4"},
+    "mamba2_update": {"causal_conv1d", "ssd_update", "gated_rms_norm"},
+}
 
 
 def files() -> list[Path]:

@@ -21,7 +21,7 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("combine_kernel", "align_", "quantise_pairs_kernel", "experts_wgmma_kernel"),
         ),
     ),
-    ("router", ("logits_rows_kernel", "logits_tiles_kernel", "route_kernel")),
+    ("router", ("router_kernel", "logits_rows_kernel", "logits_tiles_kernel", "route_kernel")),
     (
         "linears",
         (
@@ -29,9 +29,12 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("void cublasLt", "cublas", "void cutlass", "cutlass", "sm90_xmma", "gemm"),
         ),
     ),
-    ("states", ("_ssd_update", "_update", "_varlen", "_keep_last", "_states", "_steps", "_outputs")),
+    (
+        "states",
+        ("mamba2_update_kernel", "_ssd_update", "_update", "_varlen", "_keep_last", "_states", "_steps", "_outputs"),
+    ),
     ("attention", ("_decode_kernel", "_combine_kernel", "_prefill_kernel", "_kv_write_kernel")),
-    ("norms", ("_rms_norm", "_gated_rms_norm")),
+    ("norms", ("rms_norm_kernel", "_rms_norm", "_gated_rms_norm")),
     ("embedding and sampling", ("_embedding_kernel", "_best_of_piece_kernel", "_best_piece_kernel")),
 )
 REST, IDLE = "the rest", "no kernel runs"

@@ -186,9 +186,9 @@ def routing(driver: Driver, num_tokens: int = ROUTED_TOKENS) -> dict[str, Any] |
     route, chosen = getattr(ops, op), []
 
     def recording(*args: Any, **kwargs: Any) -> Any:
-        ids, weights = route(*args, **kwargs)
+        ids, weights, logits = route(*args, **kwargs)
         chosen.append(ids.flatten())
-        return ids, weights
+        return ids, weights, logits
 
     setattr(ops, op, recording)
     try:

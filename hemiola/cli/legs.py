@@ -111,7 +111,7 @@ def _leg(text: str) -> Leg:
     name, equals, arms = text.partition("=")
     if not (name.strip() and equals and arms):
         raise ConfigError(
-            "no leg", found=text, expected="NAME=ARMS, such as b=device,ssd_update=reference", where="--leg"
+            "no leg", found=text, expected="NAME=ARMS, such as b=device,mamba2_update=reference", where="--leg"
         )
     return Leg(name.strip(), parse_arms(arms), arms)
 

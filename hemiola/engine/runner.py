@@ -233,8 +233,8 @@ class _Graph:
 
 
 _DECODE_OPS = (
-    "causal_conv1d_update", "embedding", "gated_rms_norm", "kv_write", "linear", "linear_fp8", "linear_nvfp4",
-    "moe_experts", "moe_route", "paged_attention_decode", "rms_norm", "router_logits", "sample", "ssd_update",
+    "embedding", "kv_write", "linear", "linear_fp8", "linear_nvfp4", "linears", "mamba2_update", "moe_experts",
+    "moe_route", "paged_attention_decode", "rms_norm", "sample",
 )  # fmt: skip
 
 

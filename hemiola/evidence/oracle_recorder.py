@@ -58,14 +58,16 @@ class OracleRecorder:
         """A module is about to run: what comes from an op without a module."""
         match path:
             case ["model", "layers", index, "mixer", "norm"]:
-                layer, forms = int(index), ("causal_conv1d", "ssd_scan")
-                if self._step:
-                    forms = ("causal_conv1d_update", "ssd_update")
+                layer = int(index)
                 conv_state = self._cache.get_conv_state(layer)[..., 1 - self.oracle.config.conv_kernel :]
                 ssm_state = self._cache.get_recurrent_state(layer)
-                self._add(layer, forms[0], forms[0], conv_state, "conv_state")
-                self._add(layer, forms[1], forms[1], args[0].view(-1, *ssm_state.shape[1:3]))
-                self._add(layer, forms[1], forms[1], ssm_state, "ssm_state")
+                if self._step:
+                    self._add(layer, "mamba2_update", "mamba2_update", conv_state, "conv_state")
+                    self._add(layer, "mamba2_update", "mamba2_update", ssm_state, "ssm_state")
+                else:
+                    self._add(layer, "causal_conv1d", "causal_conv1d", conv_state, "conv_state")
+                    self._add(layer, "ssd_scan", "ssd_scan", args[0].view(-1, *ssm_state.shape[1:3]))
+                    self._add(layer, "ssd_scan", "ssd_scan", ssm_state, "ssm_state")
             case ["model", "layers", index, "mixer", "o_proj"]:
                 op = "paged_attention_decode" if self._step else "paged_attention_prefill"
                 self._add(int(index), op, op, self._by_heads(args[0]))
@@ -96,11 +98,12 @@ class OracleRecorder:
         routed = [] if self.oracle.config.latent_size is None else ["experts"]  # the shared expert is added before fc2
         match inside:
             case ["norm"]:
-                self._add(layer, "gated_rms_norm", "gated_rms_norm", self._as_read(f"{mixer}.out_proj", output))
+                op = "mamba2_update" if self._step else "gated_rms_norm"
+                self._add(layer, op, op, self._as_read(f"{mixer}.out_proj", output))
             case ["gate"]:
                 logits, _, ids = output
-                self._add(layer, f"{mixer}.gate", "router_logits", logits)
-                self._add(layer, "moe_route", "moe_route", ids)
+                self._add(layer, f"{mixer}.gate", "moe_route", ids)
+                self._add(layer, f"{mixer}.gate", "moe_route", logits, "output[2]")
             case [*outer, "act_fn"] if outer in ([], ["shared_experts"]):
                 mlp = ".".join([mixer, *outer])
                 self._add(layer, f"{mlp}.up_proj", "linear", self._as_read(f"{mlp}.down_proj", output))

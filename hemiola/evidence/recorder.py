@@ -126,13 +126,13 @@ class Recorder:
         if op == "embedding":
             self._step += 1
             self._enter(EMBEDDING)
-        label = next((arg.name for arg in call.args if isinstance(arg, Weight)), op)
-        self._seen[label] += 1
-        if self._seen[label] > 1:
-            label = f"{label}#{self._seen[label]}"
+        names = {}
+        for label in dict.fromkeys(label for label, _, _ in _values(op, call)):
+            self._seen[label] += 1
+            names[label] = label if self._seen[label] == 1 else f"{label}#{self._seen[label]}"
         for records, ran in ((self.records, call), (self.others, other)):
-            for part, value in () if ran is None else _values(op, ran):
-                self._add(records, op, label, part, value)
+            for label, part, value in () if ran is None else _values(op, ran):
+                self._add(records, op, names[label], part, value)
         if op == "embedding":
             self._enter(0)
 
@@ -220,15 +220,23 @@ def _with_copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     contract = registered_ops()[op]["reference"][0]
     names = list(inspect.signature(contract.run).parameters)
     assert not set(contract.mutates) & set(kwargs), "what an op writes is given by position"
-    return [arg.clone() if name in contract.mutates else arg for name, arg in zip(names, args, strict=False)]
+    own = [arg.clone() if name in contract.mutates else arg for name, arg in zip(names, args, strict=False)]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # states are older than the launch before: see `ops.mamba2_update`
+    return own
 
 
-def _values(op: str, call: Call) -> Iterator[tuple[str, Tensor]]:
-    """What a call gave, and what it wrote in place for the rows that it was about."""
+def _values(op: str, call: Call) -> Iterator[tuple[str, str, Tensor]]:
+    """Label, part and value of what a call gave, and of what it wrote in place for the rows that it was about."""
+    several = next((arg for arg in call.args if type(arg) is tuple and isinstance(arg[0], Weight)), None)
+    if several is not None:  # an output for each; a SharedExpert is no such tuple
+        yield from ((weight.name, "output", output) for weight, output in zip(several, call.result, strict=True))
+        return
+    label = next((arg.name for arg in call.args if isinstance(arg, Weight)), op)
     outputs = call.result if isinstance(call.result, tuple) else (call.result,)
     for index, output in enumerate(outputs):
         if isinstance(output, Tensor):
-            yield f"output[{index}]" if index else "output", output
+            yield label, f"output[{index}]" if index else "output", output
     contract = registered_ops()[op]["reference"][0]
     if not contract.mutates:
         return
@@ -240,7 +248,7 @@ def _values(op: str, call: Call) -> Iterator[tuple[str, Tensor]]:
         else:
             index = given[_INDEX_OF[name]]
         index = index[index >= 0].long()
-        yield name, _bytes(tensor)[index].view(tensor.dtype) if tensor.dtype.itemsize == 1 else tensor[index]
+        yield label, name, _bytes(tensor)[index].view(tensor.dtype) if tensor.dtype.itemsize == 1 else tensor[index]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 With programmatic dependent launch a kernel may start while the one before it in the stream still runs. It waits
 (`gdc_wait`) before it reads what earlier kernels wrote and before it writes anything; what it does before that, such as
-loading weights, overlaps. Every kernel that is launched so has to wait: a kernel's end vouches for all before it.
+loading weights, overlaps. Every kernel that is launched so has to wait: a kernel's end vouches for all before it. And
+it calls `gdc_launch_dependents` behind its wait, not before: so a kernel that starts finds all ended but the two before
+it, of which mamba2_update.cu makes use.
 """
 
 from __future__ import annotations

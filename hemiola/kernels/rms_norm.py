@@ -1,13 +1,29 @@
-"""RMSNorm of rows, fused with the addition before it and the e4m3 quantisation behind it. One program a row."""
+"""RMSNorm of rows, fused with the addition before it and the e4m3 quantisation behind it. One program a row.
+
+In CUDA C++ from Hopper on, see rms_norm.cu; otherwise, and for rows that cannot be read 16 bytes at a time, in Triton.
+"""
 
 from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
-from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
+from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.launch import (
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_interpreted,
+    launch_options,
+    uses_pdl,
+)
 
+KERNEL = "rms_norm_kernel"
+_MOST_COLUMNS = 8192  # of the CUDA kernel
 _COLUMNS_PER_WARP = 512  # two 16-byte vectors of bfloat16 a thread
 
 
@@ -65,6 +81,51 @@ def rms_norm(
     total = x if residual is None else torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
     if not num_tokens:
         return y, total
+    if _takes_cuda(x, residual, weight):
+        _function(hidden, residual is not None, out_scale is not None).launch(
+            (num_tokens, 1, 1),
+            (32 * triton.cdiv(hidden, 256), 1, 1),
+            (
+                x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, y, total, eps,
+                1.0 if out_scale is None else out_scale,
+            ),
+            pdl=uses_pdl(),
+        )  # fmt: skip
+    else:
+        in_triton(x, residual, weight, eps, out_scale, y, total)
+    return y, total
+
+
+def _takes_cuda(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> bool:
+    rows = (x,) if residual is None else (x, residual)
+    return (
+        not is_interpreted()
+        and capability() >= 90
+        and x.shape[1] % 8 == 0
+        and x.shape[1] <= _MOST_COLUMNS
+        and all(t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 for t in (*rows, weight))
+        and all(t.stride(0) % 8 == 0 for t in rows)
+    )
+
+
+@cache
+def _function(hidden: int, has_residual: bool, quantises: bool) -> CudaFunction:
+    source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    options = (f"-DHIDDEN={hidden}", f"-DRESIDUAL={int(has_residual)}", f"-DQUANTISES={int(quantises)}")
+    return CudaModule(source, options).function(KERNEL, "PlPlPPPff")
+
+
+def in_triton(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out_scale: float | None,
+    y: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    """Writes y and total, as of `rms_norm`."""
+    num_tokens, hidden = x.shape
     block, pdl = triton.next_power_of_2(hidden), uses_pdl()
     _rms_norm[(num_tokens,)](
         x, residual, weight, y, total, x.stride(0), 0 if residual is None else residual.stride(0), eps,
@@ -72,4 +133,3 @@ def rms_norm(
         HIDDEN=hidden, BLOCK=block, HAS_RESIDUAL=residual is not None, QUANTIZES=out_scale is not None, PDL=pdl,
         num_warps=min(max(block // _COLUMNS_PER_WARP, 1), 16), **launch_options(pdl),
     )  # fmt: skip
-    return y, total

@@ -1,19 +1,43 @@
-"""Router of a mixture-of-experts layer: its logits, and the choice of experts."""
+"""Router of a mixture-of-experts layer: its logits, and the choice of experts.
+
+For few tokens it is one launch, in CUDA C++, see router.cu; otherwise, and where that cannot run, two in Triton.
+"""
 
 from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
+from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.launch import (
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_interpreted,
+    launch_options,
+    num_sms,
+    uses_pdl,
+)
+
+KERNEL = "router_kernel"
+FUSED_TOKENS = 512
+"""Most tokens for which logits and choice are one launch; for any number where rows are not to differ."""
 
 FEW_TOKENS = 8
 """Most tokens for which a program takes one token and a few experts, without tensor cores."""
 
 MANY_TOKENS = 1024
 """Least tokens for which a program takes all experts that fit, and reads its tokens once."""
+
+_CLUSTER = 8  # blocks of a cluster, and tokens of a tile, in router.cu
+_FUSED_TILES = (1, 2, 4)  # of 8 tokens, that a cluster may take
+_FUSED_TOP_K = 32
+_STATIC_SHARED = 48 << 10
 
 _DROPPED = tl.constexpr(-3.0e38)  # an expert of a group that is out of the choice: after all others, before those taken
 
@@ -115,6 +139,94 @@ def route_kernel(
         taken_scores = tl.div_rn(taken_scores, tl.broadcast_to(tl.sum(taken_scores, axis=0) + 1e-20, (TOP_K_BLOCK,)))
     tl.store(ids + token * TOP_K + k, taken, mask=k < TOP_K)
     tl.store(weights + token * TOP_K + k, taken_scores, mask=k < TOP_K)
+
+
+def route(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    router_groups: int,
+    topk_router_groups: int,
+    normalise: bool,
+    *,
+    invariant: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, hidden) bfloat16, rows may lie apart; gate (E, hidden) bfloat16 or float32; bias (E,) float32; all else
+    contiguous. Returns ids int32 and weights float32, (T, top_k), and logits (T, E) float32."""
+    if takes_fused(x, gate, top_k) and len(x) > 0 and (invariant or len(x) <= FUSED_TOKENS):
+        return fused(x, gate, bias, top_k, router_groups, topk_router_groups, normalise)
+    logits = router_logits(x, gate, invariant=invariant)
+    return *moe_route(logits, bias, top_k, router_groups, topk_router_groups, normalise), logits
+
+
+def takes_fused(x: Tensor, gate: Tensor, top_k: int) -> bool:
+    """Whether `fused` can run: for any number of tokens, or for none."""
+    return (
+        not is_interpreted()
+        and 90 <= capability() < 120
+        and gate.dtype == torch.bfloat16
+        and top_k <= _FUSED_TOP_K
+        and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == gate.data_ptr() % 16 == 0
+        and _fused_shared(len(gate), _FUSED_TILES[0]) <= _STATIC_SHARED
+    )
+
+
+def _fused_shared(num_experts: int, tiles: int) -> int:
+    """Bytes of shared memory of a block, with a group an expert, which is the most."""
+    rows = 16 * _fused_warps(num_experts)
+    rows *= -(-num_experts // rows)
+    return 4 * (tiles * (_CLUSTER * rows + 3 * num_experts) + num_experts) + 8
+
+
+def fused_tiles(num_tokens: int, num_experts: int) -> int:
+    """Tiles of a cluster: as few as fill the GPU once."""
+    fitting = [tiles for tiles in _FUSED_TILES if _fused_shared(num_experts, tiles) <= _STATIC_SHARED]
+    clusters = num_sms() // _CLUSTER
+    return next((tiles for tiles in fitting if num_tokens <= _CLUSTER * tiles * clusters), fitting[-1])
+
+
+@cache
+def fused_function(
+    num_experts: int, num_columns: int, tiles: int, top_k: int, groups: int, taken: int, normalise: bool
+) -> CudaFunction:
+    options = {
+        "EXPERTS": num_experts, "COLUMNS": num_columns, "NT": tiles, "TOP_K": top_k, "GROUPS": groups, "TAKEN": taken,
+        "NORMALISE": int(normalise), "WARPS": _fused_warps(num_experts),
+    }  # fmt: skip
+    source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    module = CudaModule(source, tuple(f"-D{name}={value}" for name, value in options.items()))
+    return module.function(KERNEL, "PlPPPPPi")
+
+
+def _fused_warps(num_experts: int) -> int:
+    return min(8, -(-num_experts // 16))
+
+
+def fused(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    router_groups: int,
+    topk_router_groups: int,
+    normalise: bool,
+    tiles: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`route` in one launch, where `takes_fused` says so. A token's bits depend neither on the others nor on tiles."""
+    (num_tokens, size), num_experts = x.shape, len(gate)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
+    logits = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    tiles = tiles or fused_tiles(num_tokens, num_experts)
+    groups, taken = (router_groups, topk_router_groups) if topk_router_groups < router_groups else (1, 1)
+    fused_function(num_experts, size, tiles, top_k, groups, taken, normalise).launch(
+        (_CLUSTER * triton.cdiv(num_tokens, _CLUSTER * tiles), 1, 1),
+        (32 * _fused_warps(num_experts), 1, 1),
+        (x, x.stride(0), gate, bias, logits, ids, weights, num_tokens),
+        pdl=uses_pdl(),
+    )
+    return ids, weights, logits
 
 
 def router_logits(x: Tensor, gate: Tensor, *, invariant: bool = False) -> Tensor:

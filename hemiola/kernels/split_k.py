@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_TILES = 1 << 14
+MAX_TICKETS = 1 << 14
 
 
 class DotTile(NamedTuple):
@@ -44,15 +44,16 @@ def split(tile: DotTile, num_rows: int, num_tokens: int, num_columns: int, devic
     row_tiles, token_tiles = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_tokens, tile.tokens)
     num_tiles = row_tiles * token_tiles
     splits = max(1, min(tile.programs // num_tiles, triton.cdiv(num_columns, tile.columns)))
-    if splits == 1 or num_tiles > _MAX_TILES:
+    if splits == 1 or num_tiles > MAX_TICKETS:
         return Split((row_tiles, token_tiles, 1), None, None)
     partial = torch.empty(splits * num_tiles * tile.rows * tile.tokens, dtype=torch.float32, device=device)
-    return Split((row_tiles, token_tiles, splits), partial, _tickets(device))
+    return Split((row_tiles, token_tiles, splits), partial, tickets(device))
 
 
 @cache
-def _tickets(device: torch.device) -> Tensor:
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+def tickets(device: torch.device) -> Tensor:
+    """MAX_TICKETS zeros, which they are again after each kernel. Kernels that share them run one after another."""
+    return torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
 
 @triton.jit

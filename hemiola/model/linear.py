@@ -1,6 +1,8 @@
-"""Linear: a weight and the op that its scheme needs."""
+"""Linear: a weight and the op that its scheme needs. Several of one input."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -40,3 +42,31 @@ class Linear:
     def warm(self) -> None:
         """Bring the weight to where its op reads it."""
         self._ops.prepare(OP_OF_SCHEME[self.weight.scheme], self.weight)
+
+
+class Linears:
+    """x (T, in) -> (T, out_i) of each linear, in one op where all weights are plain and none has a scale of its own."""
+
+    def __init__(self, linears: Sequence[Linear], ops: Ops) -> None:
+        self.linears, self._ops = tuple(linears), ops
+        self._weights = tuple(linear.weight for linear in linears)
+        self._is_one = all(weight.scheme is Scheme.PLAIN for weight in self._weights)
+        input_scales = {linear.input_scale for linear in linears}
+        self.input_scale = input_scales.pop() if len(input_scales) == 1 else None
+
+    def __call__(self, x: torch.Tensor, tap: Tap | None = None) -> tuple[torch.Tensor, ...]:
+        if not self._is_one:
+            return tuple(linear(x, tap) for linear in self.linears)
+        if tap is not None:
+            for weight in self._weights:
+                tap(f"{weight.name}.input", x)
+        outputs: tuple[torch.Tensor, ...] = self._ops.linears(x, self._weights, self.linears[0].dtype)
+        return outputs
+
+    def warm(self) -> None:
+        """Bring the weights to where their op reads them."""
+        if self._is_one:
+            self._ops.prepare("linears", self._weights)
+        else:
+            for linear in self.linears:
+                linear.warm()

@@ -8,14 +8,13 @@ from hemiola.ops import (  # noqa: F401  (imported for their registrations)
     linear,
     linear_fp8,
     linear_nvfp4,
+    mamba2_update,
     moe_experts,
     moe_route,
     paged_attention,
     rms_norm,
-    router_logits,
     sample,
     ssd_scan,
-    ssd_update,
 )
 from hemiola.ops.kept import KeptForms
 from hemiola.ops.layout import PrefillLayout

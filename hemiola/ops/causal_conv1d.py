@@ -1,6 +1,7 @@
 """Depthwise causal convolution with SiLU over the mixer's x, B and C channels, and its rolling state.
 
-Two ops with one arithmetic: `causal_conv1d` takes any number of tokens per request, `causal_conv1d_update` exactly one.
+`causal_conv1d` takes any number of tokens per request. `causal_conv1d_update`, a part of the op `mamba2_update`, takes
+exactly one with the same arithmetic.
 
 x: (T, Dc) activation dtype, raw in_proj output, requests one after the other.
 weight: (Dc, K), bias: (Dc,) or None, both in the activation dtype; tap K-1 multiplies the current token.
@@ -83,4 +84,3 @@ def causal_conv1d_update(
 
 
 register(op="causal_conv1d", arm="reference", variant="torch", run=causal_conv1d, mutates=("conv_state",))
-register(op="causal_conv1d_update", arm="reference", variant="torch", run=causal_conv1d_update, mutates=("conv_state",))

@@ -5,9 +5,14 @@ relu_squared, out_scale: see `hemiola.ops.epilogue`; what is written is then flo
 Returns (T, out) in dtype, or float8_e4m3fn.
 Numerics: operands in the activation dtype, float32 accumulation, one rounding of the result. A weight stored in another
 dtype is converted once and kept.
+
+`linears`: several such layers of one input, without what follows on a product. weights: plain Weights (out_i, in).
+Returns a tuple of (T, out_i) in dtype, one a weight; they may be views of one tensor.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -33,6 +38,12 @@ def linear(
     return finish(torch.nn.functional.linear(x, matrix), dtype, relu_squared, out_scale)
 
 
+def linears(
+    x: torch.Tensor, weights: Sequence[Weight], dtype: torch.dtype, *, kept: KeptForms
+) -> tuple[torch.Tensor, ...]:
+    return tuple(linear(x, weight, dtype, kept=kept) for weight in weights)
+
+
 def linear_float32(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch.Tensor:
     """The same product with its float32 accumulator returned unrounded; weights are rounded to x's dtype first."""
 
@@ -47,3 +58,4 @@ def linear_float32(x: torch.Tensor, weight: Weight, *, kept: KeptForms) -> torch
 
 
 register(op="linear", arm="reference", variant="torch", run=linear, keeps=True)
+register(op="linears", arm="reference", variant="torch", run=linears, keeps=True)

@@ -1,4 +1,4 @@
-"""SSD update: the Mamba-2 state recurrence for exactly one token per request.
+"""SSD update: the Mamba-2 state recurrence for exactly one token per request, a part of the op `mamba2_update`.
 
     dt = clamp(softplus(dt + dt_bias));  S <- exp(A dt) S + (B dt) x;  y = S C + D x
 
@@ -17,8 +17,6 @@ from __future__ import annotations
 import math
 
 import torch
-
-from hemiola.ops.table import register
 
 
 def ssd_update(
@@ -59,6 +57,3 @@ def ssd_update(
     by_group = state.view(num_rows, groups, -1, state_size)
     y = (C.float()[:, :, None] @ by_group.transpose(2, 3)).view(num_rows, num_heads, head_dim)
     return (y + wide_x * D[:, None]).to(x.dtype)
-
-
-register(op="ssd_update", arm="reference", variant="torch", run=ssd_update, mutates=("ssm_state",))

@@ -21,7 +21,7 @@ from hemiola.evidence.legs import Gated, Leg, LegRun, LegsResult, Processes, rea
 from hemiola.evidence.records import Claim, read
 
 A = Leg("a", "device", "device")
-B = Leg("b", {"*": "device", "ssd_update": "reference"}, "device,ssd_update=reference")
+B = Leg("b", {"*": "device", "mamba2_update": "reference"}, "device,mamba2_update=reference")
 CELL = "decode 1 x 128"
 
 
@@ -33,9 +33,9 @@ def green(record: str = "0123456789ab", positions: int = MIN_POSITIONS) -> Gated
 GREEN = green()
 
 
-def document(ms: float, ssd_update: str = "device", **changes: Any) -> dict[str, Any]:
+def document(ms: float, mamba2_update: str = "device", **changes: Any) -> dict[str, Any]:
     """As `hemiola bench` writes it. changes: busy, unsteady, graphs, device, reason, more calls."""
-    paths = [("linear", "device", ""), ("ssd_update", ssd_update, changes.get("reason", ""))]
+    paths = [("linear", "device", ""), ("mamba2_update", mamba2_update, changes.get("reason", ""))]
     return {
         "paths": {
             "calls": [
@@ -117,7 +117,7 @@ def test_a_difference_that_is_not_of_one_sign_or_not_apart_is_none(own: list[flo
 @pytest.mark.parametrize(
     ("arms", "changes", "why"),
     [
-        ("device", {}, "ssd_update on the device arm"),
+        ("device", {}, "mamba2_update on the device arm"),
         ("reference", {"reason": "no variant"}, "fell back"),
         ("reference", {"calls": [("embedding", "reference", "")]}, "embedding on the reference arm"),
     ],
@@ -129,7 +129,7 @@ def test_a_leg_that_does_not_prove_its_arms_is_void(arms: str, changes: dict[str
     assert result.is_red
     assert {d.verdict for d in result.differences()} == {"declined"}
     assert not result.of("b", CELL)
-    assert any(line.startswith("leg b, device,ssd_update=reference: VOID") for line in result.lines())
+    assert any(line.startswith("leg b, device,mamba2_update=reference: VOID") for line in result.lines())
     assert why in claim_of(result).marks["VOID"]
     assert {figure.name for figure in claim_of(result).figures} == {f"leg a, {CELL}", "leg a, prefill 1 x 8"}
 

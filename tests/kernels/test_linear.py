@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 from hemiola.formats.weight import Scheme, Weight
 from hemiola.kernels import linear_bf16, linear_dense, linear_fp8, linear_nvfp4, nvfp4, split_k
 from hemiola.kernels.split_k import DotTile
+from hemiola.ops.device.linear import run, run_joined
+from hemiola.ops.resident import ResidentWeights
 from tests.support.linears import finished, launch
 from tests.support.numerics import assert_ledger, bf16, generator, randn
 from tests.support.weights import SCHEMES, product, random_weight
@@ -111,7 +115,7 @@ def test_splits_add_up_in_their_order_and_leave_the_tickets_as_they_were() -> No
     for _ in range(2):
         result = linear_nvfp4.dot(x, *packed, 70, weight.scale, False, None, SPLIT)
         assert_ledger(result, product(x.double(), weight), {})
-    assert torch.count_nonzero(split_k._tickets(x.device)) == 0
+    assert torch.count_nonzero(split_k.tickets(x.device)) == 0
 
 
 def test_nothing_is_split_without_need() -> None:
@@ -143,3 +147,21 @@ def test_no_tokens() -> None:
         for invariant in (False, True):
             x, weight = inputs(scheme, 0, 64, 128, seed=7)
             assert launch(x, weight, True, None, invariant).shape == (0, 64)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_several_of_one_input_are_one_product_of_one_matrix(stored: torch.dtype) -> None:
+    g, device = generator(8), torch.device("cpu")
+    resident, apart = ResidentWeights(device), ResidentWeights(device)
+    weights = [random_weight(g, name, Scheme.PLAIN, size, 80) for name, size in (("q", 40), ("k", 9), ("v", 9))]
+    weights = [dataclasses.replace(weight, data=weight.data.to(stored)) for weight in weights]
+    for num_tokens in (1, 5):
+        x = randn(g, num_tokens, 80, dtype=torch.bfloat16)
+        for invariant in (False, True):
+            results = run_joined(x, weights, torch.bfloat16, resident=resident, invariant=invariant)
+            for result, weight in zip(results, weights, strict=True):
+                alone = run(x, weight, torch.bfloat16, resident=apart, invariant=invariant)
+                assert_ledger(result, alone.double(), {"another row": alone.double().roll(1, 1)})
+                assert result.shape == alone.shape
+    assert list(resident.built.values()) == [1]
+    assert resident.resident_bytes == apart.resident_bytes == 2 * 58 * 80

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hemiola.kernels import router
-from hemiola.ops.moe_route import moe_route as reference
+from hemiola.ops.moe_route import choice as reference
 from tests.support.numerics import assert_close, generator, randn
 
 
@@ -78,3 +78,13 @@ def test_ids_stay_in_range_where_logits_are_not_numbers() -> None:
     ids, _ = router.moe_route(logits, torch.zeros(12), 6, 1, 1, True)
     assert ids.min() >= 0
     assert ids.max() < 12
+
+
+def test_logits_and_their_choice() -> None:
+    """Where it is not one launch."""
+    g = generator(6)
+    x, gate, bias = randn(g, 9, 48, dtype=torch.bfloat16), randn(g, 16, 48, dtype=torch.bfloat16), randn(g, 16)
+    ids, weights, logits = router.route(x, gate, bias, 3, 4, 2, True)
+    assert torch.equal(logits, router.router_logits(x, gate))
+    for result, expected in zip((ids, weights), router.moe_route(logits, bias, 3, 4, 2, True), strict=True):
+        assert torch.equal(result, expected)

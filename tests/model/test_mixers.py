@@ -192,16 +192,16 @@ def test_a_router_bias_near_64(ops: Ops, scheme: Scheme, dtype: torch.dtype) -> 
         bias=64 + torch.randperm(8, generator=g).float() / 64,
     )
     x = randn(g, 1000, HIDDEN, dtype=dtype)
-    routings: list[tuple[Tensor, Tensor]] = []
+    routings: list[tuple[Tensor, Tensor, Tensor]] = []
     route = ops.moe_route
 
-    def spy(*args: Any) -> tuple[Tensor, Tensor]:
+    def spy(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         routings.append(route(*args))
         return routings[-1]
 
     ops.moe_route = spy  # type: ignore[attr-defined]
     experts.mixer(ops, dtype=dtype)(x, NO_BATCH, None, None)
-    ((ids, weights),) = routings
+    ((ids, weights, _),) = routings
     scores = torch.sigmoid(x.float() @ experts.gate.data.T)
     expected = (scores + experts.bias).sort(dim=1, descending=True, stable=True).indices[:, :2]
     assert torch.equal(ids, expected)

@@ -7,7 +7,7 @@ import torch
 
 from hemiola.formats.weight import Weight
 from hemiola.ops.kept import KeptForms
-from hemiola.ops.linear import linear, linear_float32
+from hemiola.ops.linear import linear, linear_float32, linears
 from tests.support.numerics import assert_close, assert_ledger, bf16, generator, integers, randn
 from tests.support.weights import plain_weight
 
@@ -84,3 +84,14 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
                 assert torch.equal(alone, together[row])
             else:
                 assert_close(alone, together[row], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_several_of_one_input_are_each_alone(dtype: torch.dtype) -> None:
+    g, kept = generator(4), store()
+    x = randn(g, 5, 24, dtype=dtype)
+    weights = [plain_weight(name, randn(g, size, 24)) for name, size in (("q", 40), ("k", 8), ("v", 8))]
+    results = linears(x, tuple(weights), dtype, kept=kept)
+    assert len(results) == 3
+    for result, weight in zip(results, weights, strict=True):
+        assert torch.equal(result, linear(x, weight, dtype, kept=kept))

@@ -163,7 +163,7 @@ def test_the_real_ops_are_counted_too() -> None:
         Path("linear", "reference", "torch", ""): 2,
         Path("rms_norm", "reference", "torch", ""): 1,
     }
-    assert {"ssd_scan", "ssd_update", "moe_experts", "sample"} <= set(registered_ops())
+    assert {"ssd_scan", "mamba2_update", "moe_experts", "sample"} <= set(registered_ops())
 
 
 def test_ops_that_write_state_say_so() -> None:
@@ -176,10 +176,9 @@ def test_ops_that_write_state_say_so() -> None:
     }
     assert writers == {
         "causal_conv1d": ("conv_state",),
-        "causal_conv1d_update": ("conv_state",),
         "kv_write": ("k_cache", "v_cache"),
+        "mamba2_update": ("conv_state", "ssm_state"),
         "ssd_scan": ("ssm_state",),
-        "ssd_update": ("ssm_state",),
     }
 
 

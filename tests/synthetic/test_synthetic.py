@@ -136,10 +136,10 @@ def test_activations_stay_of_order_one_and_routing_spreads(name: str) -> None:
     chosen: list[torch.Tensor] = []
     route = ops.moe_route
 
-    def recording(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = route(*args)
+    def recording(*args: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids, weights, logits = route(*args)
         chosen.append(ids)
-        return ids, weights
+        return ids, weights, logits
 
     ops.moe_route = recording
     norms: dict[str, float] = {}

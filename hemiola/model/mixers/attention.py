@@ -1,6 +1,7 @@
 """Attention mixer (`*`): grouped-query causal attention over paged KV, without positional encoding, norms or biases.
 
-q, k and v stay three modules with their own scales. Source: vLLM 0.25.0 model_executor/models/nemotron_h.py.
+q, k and v stay three modules with their own scales; plain ones are one product.
+Source: vLLM 0.25.0 model_executor/models/nemotron_h.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from hemiola.model.batch import ForwardBatch
-from hemiola.model.linear import Linear
+from hemiola.model.linear import Linear, Linears
 from hemiola.model.specs import KVSpec, KVTensors, LayerCache
 from hemiola.ops import Ops
 from hemiola.tap import Tap
@@ -30,15 +31,14 @@ class AttentionMixer:
         ops: Ops,
     ) -> None:
         self.name, self.spec = name, spec
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
+        self.qkv, self.o_proj = Linears((q_proj, k_proj, v_proj), ops), o_proj
         self.scale, self.kv_scales, self.ops = scale, kv_scales, ops
-        input_scales = {proj.input_scale for proj in (q_proj, k_proj, v_proj)}
-        self.input_scale = input_scales.pop() if len(input_scales) == 1 else None
+        self.input_scale = self.qkv.input_scale
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         assert isinstance(cache, KVTensors), f"{self.name} was given no KV cache"
         head_dim = self.spec.head_dim
-        q, k, v = (proj(x, tap).view(x.shape[0], -1, head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.view(x.shape[0], -1, head_dim) for y in self.qkv(x, tap))
         if tap is not None:
             tap(f"{self.name}.k", k)
             tap(f"{self.name}.v", v)
@@ -59,5 +59,5 @@ class AttentionMixer:
         return self.o_proj(heads.flatten(1), tap)
 
     def warm(self) -> None:
-        for proj in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            proj.warm()
+        self.qkv.warm()
+        self.o_proj.warm()

@@ -1,7 +1,7 @@
 """Mamba-2 mixer (`M`): in_proj, causal conv, SSD, gated group norm, out_proj.
 
-in_proj's rows are [z, xBC, dt]; xBC is [x, B, C]. Decode rows take the one-token ops, prefill rows the varlen ones; the
-projections and the norm run over all rows at once. Source: vLLM 0.25.0 layers/mamba/mamba_mixer2.py.
+in_proj's rows are [z, xBC, dt]; xBC is [x, B, C]. Decode rows take one op from there to out_proj, prefill rows the
+varlen ones and the norm; the projections run over all rows at once. Source: vLLM 0.25.0 layers/mamba/mamba_mixer2.py.
 """
 
 from __future__ import annotations
@@ -56,30 +56,34 @@ class Mamba2Mixer:
         parts = []
         d = batch.num_decodes
         if d:
-            parts.append(self._update(xBC[:d], dt[:d], batch.state_indices[:d], cache))
+            parts.append(self._update(z[:d], xBC[:d], dt[:d], batch.state_indices[:d], cache))
         if batch.num_prefills:
-            parts.append(self._scan(xBC[d:], dt[d:], batch, cache))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        gated = self.ops.gated_rms_norm(
-            y.flatten(1), z, self.parameters.norm_weight, self.group_size, self.eps, self.out_proj.input_scale
-        )
-        return self.out_proj(gated, tap)
+            y = self._scan(xBC[d:], dt[d:], batch, cache)
+            parts.append(
+                self.ops.gated_rms_norm(
+                    y.flatten(1), z[d:], self.parameters.norm_weight, self.group_size, self.eps,
+                    self.out_proj.input_scale,
+                )
+            )  # fmt: skip
+        return self.out_proj(parts[0] if len(parts) == 1 else torch.cat(parts), tap)
 
     def warm(self) -> None:
         self.in_proj.warm()
         self.out_proj.warm()
 
     def _update(
-        self, xBC: torch.Tensor, dt: torch.Tensor, state_indices: torch.Tensor, cache: StateTensors
+        self, z: torch.Tensor, xBC: torch.Tensor, dt: torch.Tensor, state_indices: torch.Tensor, cache: StateTensors
     ) -> torch.Tensor:
-        """One token per row: (R, Dc) and (R, H) -> (R, H, P)."""
+        """One token per row: (R, Di), (R, Dc) and (R, H) -> (R, Di), as out_proj takes it.
+
+        Nothing in this layer has written a decode row's state yet, as the op demands.
+        """
         p = self.parameters
-        convolved = self.ops.causal_conv1d_update(xBC, p.conv_weight, p.conv_bias, cache.conv, state_indices)
-        inputs, B, C = self._split(convolved)
-        y: torch.Tensor = self.ops.ssd_update(
-            inputs, dt, p.A, B, C, p.D, p.dt_bias, cache.ssm, state_indices, self.dt_limit
-        )
-        return y
+        gated: torch.Tensor = self.ops.mamba2_update(
+            z, xBC, dt, p.conv_weight, p.conv_bias, cache.conv, p.A, p.D, p.dt_bias, cache.ssm, state_indices,
+            p.norm_weight, self.group_size, self.eps, self.dt_limit, self.out_proj.input_scale,
+        )  # fmt: skip
+        return gated
 
     def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, batch: ForwardBatch, cache: StateTensors) -> torch.Tensor:
         """The prefill rows' tokens: (T, Dc) and (T, H) -> (T, H, P)."""

@@ -21,7 +21,7 @@ from hemiola.tap import Tap
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """gate: plain Weight (E, hidden); correction_bias: (E,) float32; the rest as in `ops.moe_route`."""
+    """The arguments of `ops.moe_route` after x."""
 
     gate: Weight
     gate_dtype: torch.dtype
@@ -54,9 +54,8 @@ class MoEMixer:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         r = self.router
-        logits = self.ops.router_logits(x, r.gate, r.gate_dtype)
-        ids, weights = self.ops.moe_route(
-            logits, r.correction_bias, r.top_k, r.router_groups, r.topk_router_groups, r.normalise
+        ids, weights, _ = self.ops.moe_route(
+            x, r.gate, r.gate_dtype, r.correction_bias, r.top_k, r.router_groups, r.topk_router_groups, r.normalise
         )
         if self.latent is None:
             routed: torch.Tensor = self.ops.moe_experts(
@@ -70,7 +69,7 @@ class MoEMixer:
         return routed if shared is None else shared + routed
 
     def warm(self) -> None:
-        self.ops.prepare("router_logits", self.router.gate)
+        self.ops.prepare("moe_route", self.router.gate)
         self.ops.prepare("moe_experts", Experts(self.up, self.down, self.together))
         for linear in (None if self.together else self.shared, *(self.latent or ())):
             if linear is not None:

@@ -1,4 +1,4 @@
-"""causal_conv1d and causal_conv1d_update on the device: hemiola.kernels.causal_conv1d."""
+"""causal_conv1d on the device: hemiola.kernels.causal_conv1d."""
 
 from __future__ import annotations
 
@@ -42,14 +42,6 @@ register(
     arm="device",
     variant="triton",
     run=causal_conv1d,
-    unsupported=unsupported,
-    mutates=("conv_state",),
-)
-register(
-    op="causal_conv1d_update",
-    arm="device",
-    variant="triton",
-    run=kernels.causal_conv1d_update,
     unsupported=unsupported,
     mutates=("conv_state",),
 )

@@ -1,6 +1,11 @@
-"""Linear with a plain weight on the device, computed in bfloat16: `kernels.linear_bf16`. Contract: `ops.linear`."""
+"""Linears with plain weights on the device, computed in bfloat16: `kernels.linear_bf16`. Contract: `ops.linear`.
+
+Several of one input are one product, with one matrix that holds their rows one after the other.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +27,36 @@ def unsupported(
     return None
 
 
+def unsupported_joined(x: Tensor, weights: Sequence[Weight], dtype: torch.dtype) -> str | None:
+    return unsupported(x, weights[0], dtype)
+
+
 def prepare(weight: Weight, resident: ResidentWeights) -> Tensor:
     """The weight, (out, in) bfloat16; built once."""
     return resident.get(weight.name, "bf16", lambda: resident.upload(weight.data).to(torch.bfloat16).contiguous())
+
+
+def prepare_joined(weights: Sequence[Weight], resident: ResidentWeights) -> Tensor:
+    """All rows, (sum of out, in) bfloat16; built once, without the weights' own forms."""
+    return resident.get(", ".join(weight.name for weight in weights), "bf16", lambda: _joined(weights, resident))
+
+
+def _joined(weights: Sequence[Weight], resident: ResidentWeights) -> Tensor:
+    sizes = [weight.shape[0] for weight in weights]
+    matrix = torch.empty(sum(sizes), weights[0].shape[1], dtype=torch.bfloat16, device=resident.device)
+    for weight, rows in zip(weights, matrix.split(sizes), strict=True):
+        if weight.data.dtype == torch.bfloat16:
+            resident.upload(weight.data, rows)
+        else:
+            rows.copy_(resident.upload(weight.data))
+    return matrix
+
+
+def run_joined(
+    x: Tensor, weights: Sequence[Weight], dtype: torch.dtype, *, resident: ResidentWeights, invariant: bool
+) -> tuple[Tensor, ...]:
+    y = linear_bf16(x, prepare_joined(weights, resident), invariant=invariant)
+    return torch.split(y, [weight.shape[0] for weight in weights], dim=1)
 
 
 def run(
@@ -49,4 +81,14 @@ register(
     resident=True,
     invariant=True,
     prepare=prepare,
+)
+register(
+    op="linears",
+    arm="device",
+    variant="bf16",
+    run=run_joined,
+    unsupported=unsupported_joined,
+    resident=True,
+    invariant=True,
+    prepare=prepare_joined,
 )

@@ -16,7 +16,7 @@ def norm(hidden: int, has_residual: bool, out_scale: float | None) -> object:
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
-    for hidden in (2688, 4096, 256, 100):
+    for hidden in (2688, 4096, 8192, 256, 192, 100):
         yield f"{hidden}", partial(norm, hidden, True, None)
     yield "first", partial(norm, 2688, False, None)
     yield "2688-e4m3", partial(norm, 2688, True, 0.5)

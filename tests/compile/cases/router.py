@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from hemiola.kernels.router import moe_route, router_logits
+from hemiola.kernels.router import moe_route, route, router_logits
 
 
 def logits(num_tokens: int, num_experts: int, hidden: int, dtype: torch.dtype) -> object:
@@ -15,9 +15,15 @@ def logits(num_tokens: int, num_experts: int, hidden: int, dtype: torch.dtype) -
     return router_logits(x, torch.empty(num_experts, hidden, dtype=dtype, device="meta"))
 
 
-def route(num_experts: int, top_k: int, groups: int, taken: int) -> object:
+def choice(num_experts: int, top_k: int, groups: int, taken: int) -> object:
     scores, bias = torch.empty(8, num_experts, device="meta"), torch.empty(num_experts, device="meta")
     return moe_route(scores, bias, top_k, groups, taken, True)
+
+
+def both(num_tokens: int, num_experts: int, hidden: int, top_k: int, groups: int = 1, taken: int = 1) -> object:
+    x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device="meta")
+    gate = torch.empty(num_experts, hidden, dtype=torch.bfloat16, device="meta")
+    return route(x, gate, torch.empty(num_experts, device="meta"), top_k, groups, taken, True)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
@@ -25,6 +31,11 @@ def cases() -> Iterable[tuple[str, Callable[[], object]]]:
         for num_tokens in (1, 64, 8192):
             yield f"lightning-{num_tokens}-{dtype}", partial(logits, num_tokens, 128, 2688, dtype)
     yield "super-64", partial(logits, 64, 512, 4096, torch.bfloat16)
-    yield "choice-lightning", partial(route, 128, 6, 1, 1)
-    yield "choice-super", partial(route, 512, 22, 1, 1)
-    yield "choice-grouped", partial(route, 24, 3, 3, 2)
+    yield "choice-lightning", partial(choice, 128, 6, 1, 1)
+    yield "choice-super", partial(choice, 512, 22, 1, 1)
+    yield "choice-grouped", partial(choice, 24, 3, 3, 2)
+    for num_tokens in (1, 200, 400):
+        yield f"both-lightning-{num_tokens}", partial(both, num_tokens, 128, 2688, 6)
+        yield f"both-super-{num_tokens}", partial(both, num_tokens, 512, 4096, 22)
+    yield "both-ultra", partial(both, 200, 512, 8192, 22)
+    yield "both-grouped", partial(both, 8, 24, 80, 3, 3, 2)
