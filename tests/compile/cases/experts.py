@@ -28,19 +28,24 @@ def bank(scheme: str, num_experts: int, out_size: int, in_size: int) -> ExpertWe
     return ExpertWeights(codes, None, *((vector, vector) if scheme == "fp8" else (None, None)))
 
 
-def layer(scheme: str, num_tokens: int, geometry: tuple[int, int, int, int], invariant: bool = False) -> object:
+def layer(
+    scheme: str, num_tokens: int, geometry: tuple[int, int, int, int], invariant: bool = False, num_shared: int = 0
+) -> object:
     num_experts, top_k, hidden, inter = geometry
     x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device="meta")
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device="meta")
     weights = torch.empty(num_tokens, top_k, device="meta")
+    num_experts += num_shared
     up, down = bank(scheme, num_experts, inter, hidden), bank(scheme, num_experts, hidden, inter)
-    return experts(x, ids, weights, up, down, 2.5, x, invariant=invariant)
+    up, down = up._replace(num_shared=num_shared), down._replace(num_shared=num_shared)
+    return experts(x, ids, weights, up, down, 2.5, None if num_shared else x, invariant=invariant)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
     for scheme in ("nvfp4", "fp8", "bf16"):
         for num_tokens in (1, 64, 1024, 8192):
             yield f"lightning-{scheme}-{num_tokens}", partial(layer, scheme, num_tokens, LIGHTNING)
+            yield f"joined-{scheme}-{num_tokens}", partial(layer, scheme, num_tokens, LIGHTNING, num_shared=2)
         yield f"odd-{scheme}-1", partial(layer, scheme, 1, ODD)
         yield f"odd-{scheme}-invariant", partial(layer, scheme, 9, ODD, invariant=True)
     yield "super-nvfp4-64", partial(layer, "nvfp4", 64, SUPER)

@@ -38,11 +38,22 @@ def bank(scheme: int, experts: int, rows: int, columns: int) -> ExpertWeights:
     return ExpertWeights(codes, None, *((vector, vector) if scheme == FP8 else (None, None)))
 
 
-def experts(scheme: int, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> object:
+def banks(
+    scheme: int, num_experts: int, hidden: int, inter: int, num_shared: int
+) -> tuple[ExpertWeights, ExpertWeights]:
+    num_experts += num_shared
     up, down = bank(scheme, num_experts, inter, hidden), bank(scheme, num_experts, hidden, inter)
+    return up._replace(num_shared=num_shared), down._replace(num_shared=num_shared)
+
+
+def experts(
+    scheme: int, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int, num_shared: int = 0
+) -> object:
+    up, down = banks(scheme, num_experts, hidden, inter, num_shared)
     ids = empty(tokens, top_k, dtype=torch.int32)
     x = empty(tokens, hidden)
-    return nvfp4_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, x)
+    shared = None if num_shared else x
+    return nvfp4_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
@@ -52,6 +63,7 @@ def cases() -> Iterable[tuple[str, Callable[[], object]]]:
     for name, scheme in SCHEMES.items():
         for tokens in range(1, len(DIRECT[scheme]) + 1):
             yield f"{name}-{tokens}", partial(experts, scheme, tokens, 6, 128, 2688, 1856)
+            yield f"{name}-{tokens}-joined", partial(experts, scheme, tokens, 6, 128, 2688, 1856, 2)
         for most, _ in GROUP_TILES[scheme]:
             yield f"{name}-{most}", partial(experts, scheme, int(most * 128 / 6), 6, 128, 2688, 1856)
         yield f"super-{name}", partial(experts, scheme, 1, 22, 512, 1024, 2688)
