@@ -90,7 +90,7 @@ def candidates(scheme: int) -> Iterator[tuple[str, Call, int, int]]:
 
 
 def bank(scheme: int, out_size: int, in_size: int) -> ExpertWeights:
-    """Random codes; scales such that a product's values are of the size of its inputs."""
+    """Random codes; scales such that a product's values are of the size of its inputs. Sizes fill tiles."""
     shape = (NUM_EXPERTS, out_size, in_size)
     gain = 0.6 * in_size**-0.5
     if scheme == BF16:

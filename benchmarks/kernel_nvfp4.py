@@ -31,8 +31,8 @@ Call = Callable[[Tensor, Tensor, Tensor, ExpertWeights, ExpertWeights], Tensor]
 def direct(tile: RowsTile, down: DownTile) -> Call:
     def call(x: Tensor, ids: Tensor, w: Tensor, up: ExpertWeights, dn: ExpertWeights) -> Tensor:
         hidden = torch.empty(ids.numel(), INTER, dtype=x.dtype, device=x.device)
-        nvfp4_mma.project(x, TOP_K, up.codes, up.block_scales, up.scale, ids, None, None, hidden, None, tile)
-        return nvfp4_mma.down(hidden, dn.codes, dn.block_scales, dn.scale, ids, w, x, 2.5, down)
+        nvfp4_mma.project(x, TOP_K, up, TOP_K, None, ids, None, hidden, tile)
+        return nvfp4_mma.down(hidden, dn, ids, w, x, 2.5, HIDDEN, down)
 
     return call
 
@@ -40,12 +40,11 @@ def direct(tile: RowsTile, down: DownTile) -> Call:
 def grouped(up_tile: RowsTile, down_tile: RowsTile) -> Call:
     def call(x: Tensor, ids: Tensor, w: Tensor, up: ExpertWeights, dn: ExpertWeights) -> Tensor:
         groups = triton_experts.align(ids, NUM_EXPERTS, up_tile.tokens)
-        pairs, experts, count = groups
         hidden = torch.empty(ids.numel(), INTER, dtype=x.dtype, device=x.device)
-        nvfp4_mma.project(x, TOP_K, up.codes, up.block_scales, up.scale, experts, pairs, count, hidden, None, up_tile)
+        nvfp4_mma.project(x, TOP_K, up, TOP_K, *groups, hidden, up_tile)
         parts = torch.empty(ids.numel(), HIDDEN, dtype=x.dtype, device=x.device)
-        nvfp4_mma.project(hidden, 1, dn.codes, dn.block_scales, dn.scale, experts, pairs, count, parts, w, down_tile)
-        return triton_experts.combine(parts, TOP_K, 2.5, x)
+        nvfp4_mma.project(hidden, 1, dn, TOP_K, *groups, parts, down_tile, pair_weights=w)
+        return triton_experts.combine(parts, None, TOP_K, 2.5, x)
 
     return call
 
@@ -93,19 +92,9 @@ def time_parts(x, routings, banks, tile) -> None:  # type: ignore[no-untyped-def
     times: dict[str, list[Callable[[], object]]] = {"up": [], "down": []}
     for i, (ids, w) in enumerate(routings):
         up, dn = banks[i % 2]
-        pairs, experts, count = triton_experts.align(ids, NUM_EXPERTS, tile.tokens)
-        times["up"].append(
-            partial(
-                nvfp4_mma.project,
-                x, TOP_K, up.codes, up.block_scales, up.scale, experts, pairs, count, hidden.clone(), None, tile,
-            )
-        )  # fmt: skip
-        times["down"].append(
-            partial(
-                nvfp4_mma.project,
-                hidden, 1, dn.codes, dn.block_scales, dn.scale, experts, pairs, count, parts, w, tile,
-            )
-        )  # fmt: skip
+        groups = triton_experts.align(ids, NUM_EXPERTS, tile.tokens)
+        times["up"].append(partial(nvfp4_mma.project, x, TOP_K, up, TOP_K, *groups, hidden.clone(), tile))
+        times["down"].append(partial(nvfp4_mma.project, hidden, 1, dn, TOP_K, *groups, parts, tile, pair_weights=w))
     print(f"    {tile}: " + ", ".join(f"{name} {graph_time(calls) * 1e6:.1f} us" for name, calls in times.items()))
 
 

@@ -18,15 +18,15 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "routed experts",
         (
             *("experts_rows_kernel", "down_kernel", "grouped_kernel", "up_rows_kernel", "down_rows_kernel"),
-            *("combine_kernel", "align_kernel", "quantise_pairs_kernel"),
+            *("combine_kernel", "align_", "quantise_pairs_kernel", "experts_wgmma_kernel"),
         ),
     ),
     ("router", ("router_kernel", "logits_rows_kernel", "logits_tiles_kernel", "route_kernel")),
     (
         "linears",
         (
-            *("linear_rows_kernel", "_linear_nvfp4", "_gemv", "_dot", "_finish", "nvjet", "void cublasLt", "cublas"),
-            *("void cutlass", "cutlass", "sm90_xmma", "gemm"),
+            *("linear_rows_kernel", "linear_wgmma_kernel", "_linear_nvfp4", "_gemv", "_dot", "_finish", "nvjet"),
+            *("void cublasLt", "cublas", "void cutlass", "cutlass", "sm90_xmma", "gemm"),
         ),
     ),
     (

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hemiola.kernels import align as aligning
 from hemiola.kernels.launch import capability, gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
 from hemiola.kernels.nvfp4 import (
     TENSOR_MEMORY,
@@ -36,6 +37,7 @@ from hemiola.kernels.nvfp4 import (
     word_column,
     word_row,
 )
+from hemiola.kernels.tiles import tile_column, tile_row, tiled_shape, whole_rows, write_tiles
 
 BF16, FP8, NVFP4 = 0, 1, 2
 _BF16, _FP8, _NVFP4 = tl.constexpr(BF16), tl.constexpr(FP8), tl.constexpr(NVFP4)
@@ -45,7 +47,8 @@ _LIFT = tl.constexpr(2.0**64)
 class ExpertWeights(NamedTuple):
     """One projection of all experts, as kernels read it.
 
-    codes: BF16 (E, out, in) bfloat16; FP8 (E, out, in) float8_e4m3fn; NVFP4 (E, out, words) int32 (`nvfp4`).
+    codes: BF16 (E, out, in) bfloat16; FP8 (E, out, in) float8_e4m3fn; NVFP4 (E, out, words) int32 (`nvfp4`). In tiles,
+    so with `out` and `in` padded.
     block_scales: NVFP4 (E, out, words / 8) int32, else None.
     scale: (E,) float32, multiplies the accumulator: FP8 with the input's scale, NVFP4 with `REMAINDER`; BF16 None.
     input_scale: FP8 (E,) float32, else None.
@@ -63,6 +66,19 @@ class ExpertWeights(NamedTuple):
         return NVFP4 if self.block_scales is not None else BF16 if self.scale is None else FP8
 
 
+def empty_codes(num_experts: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Room for a bank of BF16 or FP8 weights, each to be written with `write_tiles`."""
+    return torch.empty(num_experts, *tiled_shape(rows, columns, dtype), dtype=dtype, device=device)
+
+
+def tiled_codes(codes: Tensor) -> Tensor:
+    """A bank of BF16 or FP8 weights (E, out, in), row after row, in tiles."""
+    out = empty_codes(len(codes), codes.shape[1], codes.shape[2], codes.dtype, codes.device)
+    for weight, tiles in zip(codes, out, strict=True):
+        write_tiles(weight, tiles)
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class RowTiles:
     """Tile of the kernels for few tokens: rows of weights, and columns (NVFP4: words)."""
@@ -75,13 +91,17 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class GroupTiles:
-    """Tile of the grouped kernel: rows of weights, pairs, and columns (NVFP4: words, eight columns each)."""
+    """Tile of the grouped kernel: rows of weights, pairs, and columns (NVFP4: words, eight columns each).
+
+    fast: FP8 sums stay in the tensor cores, which on Hopper keep few bits of them.
+    """
 
     rows: int
     pairs: int
     columns: int
     num_warps: int
     num_stages: int
+    fast: bool = False
 
 
 @triton.jit
@@ -155,7 +175,12 @@ def _row_products(
                 scale = scale_bits(scales, block).to(tl.float32, bitcast=True)
                 acc += part * per_word(scale, ROWS, COLUMNS // 8)
         else:
-            weight = tl.load(codes + row[:, None] * row_size + column[None, :], mask=is_column, other=0.0)
+            piece: tl.constexpr = 64 if SCHEME == _FP8 else 32
+            weight = tl.load(
+                codes + tile_row(row, row_size, piece)[:, None] + tile_column(column, piece)[None, :],
+                mask=is_column,
+                other=0.0,
+            )
             values = tl.load(x + column, mask=column < num_columns, other=0.0)
             if QUANTISE:
                 values = quantise(values.to(tl.float32), input_scale)
@@ -181,7 +206,7 @@ def up_rows_kernel(
     expert = expert_of(ids, pair, TOP_K, NUM_SHARED, NUM_EXPERTS)
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
-    codes += expert * num_rows * row_size
+    codes += expert * whole_rows(num_rows) * row_size
     factor, own_input_scale = 1.0, 1.0
     if SCHEME == _NVFP4:
         block_scales += expert * num_rows * (row_size // 8)
@@ -236,7 +261,7 @@ def down_rows_kernel(
         if SCHEME != _BF16:
             factor = tl.load(scale + expert)
         total = _row_products(
-            hidden + pair * num_columns, codes + expert * num_rows * row_size, scales, 1.0,
+            hidden + pair * num_columns, codes + expert * whole_rows(num_rows) * row_size, scales, 1.0,
             safe_row, num_columns, row_size, SCHEME, False, ROWS, COLUMNS, STAGES,
         )  # fmt: skip
         if k < TOP_K:
@@ -257,7 +282,7 @@ def down_rows_kernel(
 def align_kernel(
     ids, sorted_pairs, tile_experts, num_tiles, num_ids,
     TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    BINS: tl.constexpr, TILE: tl.constexpr, TILE_BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program e places the pairs of expert e, in their order, in the tiles after those of the experts before it."""
     ROUTED: tl.constexpr = NUM_EXPERTS - NUM_SHARED
@@ -298,7 +323,7 @@ def align_kernel(
                 token = start + tl.arange(0, CHUNK)
                 pair = token * (TOP_K + NUM_SHARED) + TOP_K + expert - ROUTED
                 tl.store(sorted_pairs + first_tile * TILE + token, pair, mask=token < num_tokens)
-        rest = own_count + tl.arange(0, TILE)
+        rest = own_count + tl.arange(0, TILE_BLOCK)
         tl.store(sorted_pairs + first_tile * TILE + rest, num_pairs, mask=rest < own_tiles * TILE)
 
 
@@ -328,7 +353,7 @@ def grouped_kernel(
     TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     SCHEME: tl.constexpr, IS_UP: tl.constexpr, QUANTISE_OUT: tl.constexpr, IS_SINGLE: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    FAST: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's pairs times ROWS rows of its weights.
 
@@ -356,7 +381,7 @@ def grouped_kernel(
         row = first + tl.arange(0, ROWS)
         # Rows and pairs past the end read others' data, and are not stored.
         safe_row = tl.minimum(row, num_rows - 1)
-        weights = codes + expert * num_rows * row_size
+        weights = codes + expert * whole_rows(num_rows) * row_size
         x_row = x + (tl.where(is_pair, pair, tile if IS_SINGLE else 0) // PAIRS_PER_X).to(tl.int64)[None, :] * x_stride
         acc = tl.zeros((ROWS, PAIRS), tl.float32)
         if SCHEME == _NVFP4:
@@ -364,7 +389,8 @@ def grouped_kernel(
             weight_row = weights + word_row(safe_row, row_size)[:, None]
             own_scales = block_scales + expert * num_rows * groups + scale_row(safe_row, row_size)[:, None]
         else:
-            weight_row = weights + (safe_row * row_size)[:, None]
+            piece: tl.constexpr = 64 if SCHEME == _FP8 else 32
+            weight_row = weights + tile_row(safe_row, row_size, piece)[:, None]
         for start in tl.range(0, row_size, COLUMNS, num_stages=STAGES):
             column = start + tl.arange(0, COLUMNS)
             if SCHEME == _NVFP4:
@@ -385,13 +411,16 @@ def grouped_kernel(
                         values = tl.load(x_row + x_column, mask=x_column < num_columns, other=0.0)
                     acc = tl.dot(tiles[j], values, acc)
             else:
+                weight_ptr = weight_row + tile_column(column, piece)[None, :]
                 if row_size % COLUMNS == 0:
-                    weight = tl.load(weight_row + column[None, :])
+                    weight = tl.load(weight_ptr)
+                else:
+                    weight = tl.load(weight_ptr, mask=column[None, :] < row_size, other=0.0)
+                if row_size % COLUMNS == 0 and num_columns == row_size:
                     values = tl.load(x_row + column[:, None])
                 else:
-                    weight = tl.load(weight_row + column[None, :], mask=column[None, :] < row_size, other=0.0)
-                    values = tl.load(x_row + column[:, None], mask=column[:, None] < row_size, other=0.0)
-                if SCHEME == _FP8:
+                    values = tl.load(x_row + column[:, None], mask=column[:, None] < num_columns, other=0.0)
+                if SCHEME == _FP8 and not FAST:
                     # A Hopper FP8 product keeps few bits of its sums: these are added in float32 after each tile.
                     acc = tl.dot(weight, values, acc, max_num_imprecise_acc=COLUMNS)
                 else:
@@ -496,9 +525,14 @@ def experts(
             return experts_by_group(x, ids, weights, up, down, routed_scale, shared, single, single, single=True)
         by_row = ROW_TILES[up.scheme][0], ROW_TILES[down.scheme][1]
         return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *by_row)
-    per_expert = 0.0 if invariant else num_tokens * top_k / (len(up.codes) - up.num_shared)
+    per_expert = 0.0 if invariant else pairs_per_expert(num_tokens, top_k, up)
     by_group = group_tiles(up.scheme, per_expert), group_tiles(down.scheme, per_expert)
     return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *by_group)
+
+
+def pairs_per_expert(num_tokens: int, top_k: int, bank: ExpertWeights) -> float:
+    """On average, of the routing's experts."""
+    return num_tokens * top_k / (len(bank.codes) - bank.num_shared)
 
 
 def group_tiles(scheme: int, per_expert: float) -> GroupTiles:
@@ -527,7 +561,7 @@ def experts_by_row(
 ) -> Tensor:
     """`experts` with the kernels for few tokens."""
     num_tokens, top_k = ids.shape
-    num_pairs, inter, size = num_tokens * (top_k + up.num_shared), up.codes.shape[1], down.codes.shape[1]
+    num_pairs, inter, size = num_tokens * (top_k + up.num_shared), up.codes.shape[1], x.shape[1]
     hidden = _empty_hidden(x, num_pairs, inter, down)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
@@ -565,10 +599,10 @@ def experts_by_group(
 ) -> Tensor:
     """`experts` with tensor cores. single: every pair is a tile of its own."""
     num_tokens, top_k = ids.shape
-    pairs_per_token, inter, size = top_k + up.num_shared, up.codes.shape[1], down.codes.shape[1]
+    pairs_per_token, inter, size = top_k + up.num_shared, up.codes.shape[1], x.shape[1]
     if num_tokens == 0:
         return torch.empty(0, size, dtype=x.dtype, device=x.device)
-    groups = None if single else align(ids, up, up_tiles.pairs)
+    groups = None if single else align(ids, len(up.codes), up_tiles.pairs, up.num_shared)
     hidden = _empty_hidden(x, num_tokens * pairs_per_token, inter, down)
     if up.scheme == FP8:
         inputs, pairs_per_x = quantise_pairs(x, ids, up), 1
@@ -576,7 +610,7 @@ def experts_by_group(
         inputs, pairs_per_x = x, pairs_per_token
     grouped(inputs, pairs_per_x, up, ids, groups, up_tiles, hidden, next_input_scale=down.input_scale)
     if groups is not None and down_tiles.pairs != up_tiles.pairs:
-        groups = align(ids, down, down_tiles.pairs)
+        groups = align(ids, len(down.codes), down_tiles.pairs, down.num_shared)
     parts, pieces = empty_parts(x, num_tokens, top_k, down)
     grouped(hidden, 1, down, ids, groups, down_tiles, parts, pair_weights=weights, pieces=pieces)
     return combine(parts, pieces, top_k, routed_scale, shared)
@@ -585,7 +619,7 @@ def experts_by_group(
 def empty_parts(x: Tensor, num_tokens: int, top_k: int, down: ExpertWeights) -> tuple[Tensor, Tensor | None]:
     """What the down projection writes: (pairs, in) bfloat16 of the routing's experts, and (T, num_shared, in) float32
     of the shared one's pieces, None where there are none."""
-    num_shared, size = down.num_shared, down.codes.shape[1]
+    num_shared, size = down.num_shared, x.shape[1]
     parts = torch.empty(num_tokens * (top_k + num_shared), size, dtype=x.dtype, device=x.device)
     if not num_shared:
         return parts, None
@@ -617,18 +651,24 @@ class Groups(NamedTuple):
     num_tiles: Tensor
 
 
-def align(ids: Tensor, bank: ExpertWeights, tile: int) -> Groups:
-    """Group pairs by expert, in the order of experts and, within one, of pairs. Room for any routing."""
+def align(ids: Tensor, num_experts: int, tile: int, num_shared: int = 0) -> Groups:
+    """Group pairs by expert, in the order of experts and, within one, of pairs. Room for any routing.
+
+    num_experts: of the bank, of which the last num_shared are taken by every token."""
     num_tokens, top_k = ids.shape
-    num_experts, num_pairs = len(bank.codes), num_tokens * (top_k + bank.num_shared)
+    num_pairs = num_tokens * (top_k + num_shared)
     most_tiles = (num_pairs + min(num_experts, num_pairs) * (tile - 1)) // tile
     options: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
     groups = Groups(
         torch.empty(most_tiles * tile, **options), torch.empty(most_tiles, **options), torch.empty(1, **options)
     )
+    if aligning.takes(ids, num_experts):
+        aligning.align(ids, num_experts, num_shared, tile, *groups)
+        return groups
     pdl = uses_pdl()
     align_kernel[(num_experts,)](
-        ids, *groups, ids.numel(), **_counts(bank, top_k), BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile,
+        ids, *groups, ids.numel(), TOP_K=top_k, NUM_SHARED=num_shared, NUM_EXPERTS=num_experts,
+        BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile, TILE_BLOCK=triton.next_power_of_2(tile),
         CHUNK=min(ALIGN_CHUNK, max(128, triton.next_power_of_2(ids.numel()))), PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
     return groups
@@ -664,8 +704,7 @@ def grouped(
 
     x: row p // pairs_per_x belongs to pair p; FP8: codes. groups: None where every pair is a tile of its own.
     """
-    _, rows, row_size = bank.codes.shape
-    pdl = uses_pdl()
+    rows, row_size, pdl = out.shape[1], bank.codes.shape[2], uses_pdl()
     sorted_pairs, tile_experts, num_tiles = groups or (None, ids, None)
     num_tiles_at_most = len(out) if groups is None else tile_experts.numel()
     grouped_kernel[(num_tiles_at_most * triton.cdiv(rows, tiles.rows),)](
@@ -675,7 +714,7 @@ def grouped(
         PAIRS_PER_X=pairs_per_x, **_counts(bank, ids.shape[1]),
         SCHEME=bank.scheme, IS_UP=pair_weights is None, QUANTISE_OUT=out.dtype == torch.float8_e4m3fn,
         IS_SINGLE=groups is None, ROWS=tiles.rows, PAIRS=tiles.pairs, COLUMNS=tiles.columns, STAGES=tiles.num_stages,
-        ASM=capability() >= 80, PDL=pdl, num_warps=tiles.num_warps, **launch_options(pdl),
+        FAST=tiles.fast, ASM=capability() >= 80, PDL=pdl, num_warps=tiles.num_warps, **launch_options(pdl),
     )  # fmt: skip
 
 

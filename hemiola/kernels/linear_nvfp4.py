@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hemiola.kernels import nvfp4_mma
+from hemiola.kernels import nvfp4_mma, nvfp4_wgmma
+from hemiola.kernels.experts import NVFP4
 from hemiola.kernels.launch import (
     capability,
     gdc_launch_dependents,
@@ -145,9 +146,11 @@ def linear_nvfp4(
     """
     num_tokens = len(x)
     if not invariant:
+        if num_tokens >= nvfp4_wgmma.LEAST_TOKENS and nvfp4_wgmma.takes(x, num_rows, words.shape[1]):
+            return nvfp4_wgmma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale)
         for most, few_rows, many_rows in MMA_TILES:
             tile = many_rows if num_rows >= MANY_ROWS else few_rows
-            if num_tokens <= most and nvfp4_mma.takes(x, 4 * words.shape[1], tile):
+            if num_tokens <= most and nvfp4_mma.takes(NVFP4, x, 4 * words.shape[1], tile):
                 return nvfp4_mma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, tile)
     return in_tiles(x, words, scales, num_rows, scale, relu_squared, out_scale, invariant)
 

@@ -19,9 +19,8 @@ scale 1 (3) in bits 3 .. 0 and 15 .. 12, so that swapping the bytes of a half br
 
 A decoded weight is e2m1 times e4m3 times 2^-7, exact in bfloat16; `REMAINDER` is what the tensor's scale makes up for.
 
-In memory a weight is a sequence of tiles of 16 rows and 16 words, 1 KiB each, row by row inside: what a warp reads at a
-time lies in one piece, as memory wants it. A row has a multiple of 16 words. The scales of a tile, two of each row, are
-32 words: those of rows r and r + 8 side by side, for both groups of r, for r = 0 .. 7.
+In memory words lie in the tiles of `tiles`: 16 rows and 16 words; a row has a multiple of 16 words. The scales of a
+tile, two of each row, are 32 words: those of rows r and r + 8 side by side, for both groups of r, for r = 0 .. 7.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hemiola.kernels.tiles import TILE, tile_column, tile_row
+
 GROUP = 64
 """Columns of a group."""
-
-TILE = 16
-"""Rows and words of a tile."""
 
 TENSOR_MEMORY = (100, 103)
 """Compute capabilities that keep decoded tiles in tensor memory: eight of more than 64 rows are more than it holds."""
@@ -80,12 +78,12 @@ def pack_words(data: Tensor, block_scale: Tensor, words: Tensor, scales: Tensor)
 @triton.jit
 def word_row(row, row_size):
     """Where a row begins in its weight's words; `word_column` says how far from there a word of it lies."""
-    return row // 16 * (row_size * 16) + row % 16 * 16
+    return tile_row(row, row_size, 16)
 
 
 @triton.jit
 def word_column(word):
-    return word // 16 * 256 + word % 16
+    return tile_column(word, 16)
 
 
 @triton.jit

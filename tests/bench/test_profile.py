@@ -13,7 +13,7 @@ from rich.console import Console
 from hemiola.bench.profile import IDLE, REST, as_rows, part_of, profile
 from hemiola.bench.traffic import Traffic
 from hemiola.cli.bench import _parts
-from hemiola.kernels import mamba2_update, nvfp4_mma, rms_norm, router
+from hemiola.kernels import align, mamba2_update, nvfp4_mma, nvfp4_wgmma, rms_norm, router
 
 KERNELS = Path(nvfp4_mma.__file__).parent
 TRAFFIC = Traffic(experts=8_000_000, other_weights=2_000_000, states=4_000_000, kv=0)
@@ -32,13 +32,13 @@ def launched() -> list[str]:
     return sorted(names - {"pack_words_kernel"})
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        *(*launched(), nvfp4_mma.LINEAR, nvfp4_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL),
-        router.KERNEL,
-    ],
+IN_CUDA = (
+    *(nvfp4_mma.LINEAR, nvfp4_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL, router.KERNEL),
+    *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE),
 )
+
+
+@pytest.mark.parametrize("kernel", [*launched(), *IN_CUDA])
 def test_every_kernel_belongs_to_a_part(kernel: str) -> None:
     assert part_of(kernel) != REST
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hemiola.formats.weight import ExpertBank, Scheme, Weight
+from hemiola.formats.weight import ExpertBank, Scheme, SharedExpert, Weight
 from hemiola.kernels import experts as kernels
+from hemiola.kernels import nvfp4_mma
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.ops.device import moe_experts as device
@@ -168,6 +169,15 @@ def run(case: Layer, given: Inputs, invariant: bool = False) -> Tensor:
     return experts(x, ids, weights, *case.packed, 2.5, shared, invariant=invariant)
 
 
+def results(case: Layer, given: Inputs) -> list[Tensor]:
+    """What every way through the layer makes of it."""
+    found = [run(case, given, invariant) for invariant in (False, True)]
+    if nvfp4_mma.takes_experts(given.x, *case.packed, *given.ids.shape):
+        poison(given, case)
+        found.append(nvfp4_mma.experts(*given[:3], *case.packed, 2.5, given.shared))
+    return found
+
+
 @every_scheme
 @pytest.mark.parametrize("geometry", [LIGHTNING, LATENT, ODD], ids=["lightning", "latent", "odd"])
 def test_the_ledger_and_not_a_defect(scheme: Scheme, geometry: tuple[int, int, int, int, tuple[int, ...]]) -> None:
@@ -177,7 +187,7 @@ def test_the_ledger_and_not_a_defect(scheme: Scheme, geometry: tuple[int, int, i
     for num_tokens in counts:
         given = inputs(num_tokens, num_experts, top_k, hidden)
         exact = ledger(case, given)
-        error = max(distance(run(case, given, invariant), exact) for invariant in (False, True))
+        error = max(distance(result, exact) for result in results(case, given))
         if num_tokens > 20:  # the same tiles have been separated from every defect by fewer tokens
             some = Inputs(*(t[:20] for t in given))
             errors = {name: distance(ledger(case, some, name), exact[:20]) for name in names}
@@ -205,6 +215,102 @@ def test_every_tile_of_the_tables(scheme: Scheme) -> None:
 
 
 @every_scheme
+def test_every_tile_of_the_cuda_tables(scheme: Scheme) -> None:
+    """Also where the table would take another one: experts of no, of one and of more pairs than a tile holds."""
+    for num_experts, top_k, hidden, inter, _ in (LIGHTNING, ODD):
+        case, name = layer(scheme, num_experts, hidden, inter), KERNELS[scheme]
+        up, down = case.packed
+        for num_tokens in (1, 37, 130):
+            given = inputs(num_tokens, num_experts, top_k, hidden)
+            exact = ledger(case, given)
+            smallest = distance(ledger(case, given, "last columns of up dropped"), exact)
+            x, ids, weights, shared = given
+            for tile, down_tile in nvfp4_mma.DIRECT[name]:
+                poison(given, case)
+                between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
+                nvfp4_mma.project(x, top_k, up, top_k, None, ids, None, between, tile, out_scales=down.input_scale)
+                result = nvfp4_mma.down(between, down, ids, weights, shared, 2.5, hidden, down_tile)
+                error = distance(result, exact)
+                print(f"{scheme.name} T={num_tokens} {tile} {down_tile}: {error:.2e}")
+                assert GAP * error < smallest
+            for _, tile in nvfp4_mma.GROUP_TILES[name]:
+                groups = kernels.align(ids, num_experts, tile.tokens)
+                between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
+                nvfp4_mma.project(x, top_k, up, top_k, *groups, between, tile, out_scales=down.input_scale)
+                parts = torch.full((ids.numel(), hidden), torch.nan, dtype=x.dtype, device="cuda")
+                nvfp4_mma.project(between, 1, down, top_k, *groups, parts, tile, pair_weights=weights)
+                error = distance(kernels.combine(parts, None, top_k, 2.5, shared), exact)
+                print(f"{scheme.name} T={num_tokens} {tile}: {error:.2e}")
+                assert GAP * error < smallest
+
+
+@every_scheme
+@pytest.mark.parametrize("geometry", [LIGHTNING, ODD], ids=["lightning", "odd"])
+def test_the_shared_expert_as_two_more(scheme: Scheme, geometry: tuple[int, int, int, int, tuple[int, ...]]) -> None:
+    """By every way that the number of tokens takes, and invariant; a token's bits are then its own."""
+    num_experts, top_k, hidden, inter, counts = geometry
+    case = layer(scheme, num_experts, hidden, inter)
+    g = torch.Generator("cuda").manual_seed(SEED + 1)
+    shared = SharedExpert(
+        random_weight(g, "shared.up", scheme, 2 * inter, hidden, 1.3),
+        random_weight(g, "shared.down", scheme, hidden, 2 * inter, 0.8),
+    )
+    resident = ResidentWeights(torch.device("cuda"))
+
+    def run(given: Inputs, invariant: bool) -> Tensor:
+        poison(given, case)
+        x, ids, weights, _ = given
+        arguments = (x, ids, weights, case.up, case.down, 2.5, shared)
+        assert device.unsupported_joined(*arguments) is None
+        return device.run_joined(*arguments, resident=resident, invariant=invariant)
+
+    for num_tokens in (*counts, 1500):
+        given = inputs(num_tokens, num_experts, top_k, hidden)
+        first, second = values(shared.up), values(shared.down)
+        between = bf16(bf16(product(given.x.double(), shared.up, first)).clamp(min=0) ** 2)
+        whole = given._replace(shared=bf16(product(between, shared.down, second)))
+        half = given._replace(
+            shared=bf16(product(between * (torch.arange(2 * inter, device="cuda") < inter), shared.down, second))
+        )
+        exact = ledger(case, whole)
+        results = [run(given, invariant) for invariant in (False, True)]
+        error = max(distance(result, exact) for result in results)
+        errors = {"half of the shared part": distance(ledger(case, half), exact)}
+        if num_tokens <= 20:
+            errors |= {name: distance(ledger(case, whole, name), exact) for name in DEFECTS}
+        smallest = min(errors, key=lambda name: errors[name])
+        print(f"{scheme.name} {geometry[:4]} joined T={num_tokens}: {error:.2e}, {smallest} {errors[smallest]:.2e}")
+        assert errors[smallest] > GAP * error, (num_tokens, smallest)
+        some = slice(num_tokens // 3, num_tokens // 3 + 5)
+        assert torch.equal(run(Inputs(*(t[some] for t in given)), True), results[1][some])
+
+
+def hidden_type(scheme: Scheme) -> torch.dtype:
+    return torch.float8_e4m3fn if scheme is Scheme.FP8 else torch.bfloat16
+
+
+def test_quantised_activations_saturate_and_keep_nan() -> None:
+    """Scales of any size, one expert each, through the CUDA kernel and Triton's: the same codes of x, seen through the
+    unit matrix."""
+    values = torch.tensor([0.0, 1e-30, 0.3, -7.0, 447.0, 464.0, -1e4, 3e38, torch.inf, -torch.inf, torch.nan, 2.0])
+    x = torch.zeros(12, 64, dtype=torch.bfloat16, device="cuda")
+    x[:, 5] = values.bfloat16()
+    scales = torch.tensor([1.0, 0.011, 3e-38, 1e30, 0.7], device="cuda")
+    unit = torch.eye(64, device="cuda").to(torch.float8_e4m3fn).expand(5, 64, 64).contiguous()
+    ones = torch.ones(5, device="cuda")
+    up = ExpertWeights(kernels.tiled_codes(unit), None, ones, scales)
+    for expert, scale in enumerate(scales):
+        ids = torch.full((12, 1), expert, dtype=torch.int32, device="cuda")
+        expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float().clamp(min=0).bfloat16()
+        expected = (expected.float() ** 2).bfloat16()
+        result = torch.empty(12, 64, dtype=torch.bfloat16, device="cuda")
+        nvfp4_mma.project(x, 1, up, 1, None, ids, None, result, nvfp4_mma.RowsTile(8, 2, 2, 2))
+        column = result[:, 5]
+        assert torch.equal(column.isnan(), expected[:, 5].isnan())
+        assert torch.equal(column.nan_to_num(7.0), expected[:, 5].nan_to_num(7.0))
+
+
+@every_scheme
 def test_invariant_rows_do_not_depend_on_their_neighbours(scheme: Scheme) -> None:
     for num_experts, top_k, hidden, inter, _ in (LIGHTNING, ODD):
         case = layer(scheme, num_experts, hidden, inter)
@@ -220,21 +326,28 @@ def test_runs_repeat_to_the_bit_and_graphs_follow_their_inputs(scheme: Scheme) -
     case = layer(scheme, num_experts, hidden, inter)
     for num_tokens in (1, 8, 64):
         given = Inputs(*(t.contiguous() for t in inputs(num_tokens, num_experts, top_k, hidden)))
-        run(case, given)
+        chained(case, given.x, given)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             # A chain: each layer starts while the one before it is still running.
             x = given.x
             for _ in range(4):
-                x = experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
+                x = chained(case, x, given)
         for old, new in zip(given, inputs(num_tokens + 1, num_experts, top_k, hidden), strict=True):
             old.copy_(new[1:])
         graph.replay()
         expected = given.x
         for _ in range(4):
-            expected = experts(expected, given.ids, given.weights, *case.packed, 0.1, given.shared)
+            expected = chained(case, expected, given)
+            torch.cuda.synchronize()
         assert torch.equal(x, expected)
+
+
+def chained(case: Layer, x: Tensor, given: Inputs) -> Tensor:
+    """Both kinds of kernels one after the other."""
+    x = experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
+    return nvfp4_mma.experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
 
 
 def test_pairs_are_grouped_by_expert() -> None:
@@ -267,7 +380,8 @@ def test_every_code_with_every_scale() -> None:
     pack_words(data, scales, words[0], packed_scales[0])
     down = ExpertWeights(words, packed_scales, torch.full((1,), REMAINDER, device="cuda"), None)
     # One token a column: up makes the unit vectors.
-    up = ExpertWeights(torch.eye(256, dtype=torch.bfloat16, device="cuda")[None].contiguous(), None, None, None)
+    unit = torch.eye(256, dtype=torch.bfloat16, device="cuda")[None]
+    up = ExpertWeights(kernels.tiled_codes(unit), None, None, None)
     x = torch.eye(256, dtype=torch.bfloat16, device="cuda")
     ids, weights = torch.zeros(256, 1, dtype=torch.int32, device="cuda"), torch.ones(256, 1, device="cuda")
     expected = dense.T

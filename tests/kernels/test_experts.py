@@ -118,7 +118,7 @@ GROUPED = GroupTiles(16, 16, 16, 1, 1), GroupTiles(32, 32, 32, 1, 1)
 @pytest.mark.parametrize("is_joined", [False, True], ids=["beside", "joined"])
 @pytest.mark.parametrize(
     ("num_tokens", "hidden", "inter", "top_k"),
-    [(1, 64, 32, 2), (3, 80, 48, 3), (4, 144, 80, 1)],
+    [(1, 64, 32, 2), (3, 80, 48, 3), (4, 144, 80, 1)],  # columns that fill no piece of 64 bytes in the last two
 )
 def test_every_path_keeps_the_ledger(
     scheme: Scheme, path: str, is_joined: bool, num_tokens: int, hidden: int, inter: int, top_k: int
@@ -183,7 +183,7 @@ def test_negative_preactivations_give_exact_zeros(scheme: Scheme) -> None:
 def test_the_sum_over_experts_is_float32() -> None:
     """One large and many small expert outputs: a bfloat16 accumulator would swallow the small ones."""
     codes = torch.ones(8, 16, 16, dtype=torch.bfloat16) / 16
-    bank = kernels.ExpertWeights(codes, None, None, None)
+    bank = kernels.ExpertWeights(kernels.tiled_codes(codes), None, None, None)
     x, ids = torch.ones(1, 16, dtype=torch.bfloat16), torch.arange(8, dtype=torch.int32)[None]
     weights = torch.tensor([[256.0] + [0.75] * 7])
     for result in (
@@ -203,8 +203,7 @@ def test_pairs_are_grouped_by_expert(
     g = generator(num_tokens)
     ids = torch.stack([torch.randperm(num_experts, generator=g)[:top_k] for _ in range(num_tokens)]).int()
     ids[ids == 3] = 0  # nobody takes expert 3; expert 0 may come twice in a token
-    bank = kernels.ExpertWeights(torch.empty(num_experts + num_shared, 1, 1), None, None, None, num_shared)
-    groups = kernels.align(ids, bank, tile)
+    groups = kernels.align(ids, num_experts + num_shared, tile, num_shared)
     pieces = torch.arange(num_experts, num_experts + num_shared).expand(num_tokens, -1)
     taken = torch.cat((ids, pieces), 1).flatten()
     sorted_pairs: list[int] = []
@@ -227,6 +226,24 @@ def test_invariant_rows_do_not_depend_on_their_neighbours(scheme: Scheme) -> Non
     together = kernels.experts(x, ids, weights, *packed, 2.5, x, invariant=True)
     alone = kernels.experts(x[5:6], ids[5:6], weights[5:6], *packed, 2.5, x[5:6], invariant=True)
     assert torch.equal(alone[0], together[5])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (24, 72), (80, 208)])
+def test_weights_lie_in_tiles(dtype: torch.dtype, rows: int, columns: int) -> None:
+    weight = randn(generator(rows), rows, columns).to(dtype)
+    (tiles,) = kernels.tiled_codes(weight[None])
+    piece = 64 // weight.element_size()
+    size, memory = tiles.shape[1], tiles.flatten().float()
+    assert tiles.shape == (-(-rows // 16) * 16, -(-columns // piece) * piece)
+    for row in range(len(tiles)):
+        for first in range(0, size, piece):
+            at = (row // 16 * (size // piece) + first // piece) * 16 * piece + row % 16 * piece
+            expected = torch.zeros(piece)
+            if row < rows:
+                there = weight[row, first : first + piece].float()
+                expected[: len(there)] = there
+            assert torch.equal(memory[at : at + piece], expected)
 
 
 def test_no_tokens() -> None:

@@ -8,16 +8,16 @@ size, which are experts of the bank; `beside`, where it runs as two linears.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
-from hemiola.kernels import nvfp4_mma
-from hemiola.kernels.experts import ExpertWeights, experts
+from hemiola.kernels import nvfp4_mma, nvfp4_wgmma
+from hemiola.kernels.experts import ExpertWeights, empty_codes, experts
 from hemiola.kernels.launch import capability
-from hemiola.kernels.nvfp4 import REMAINDER, TILE, pack_words, words_per_row
+from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
+from hemiola.kernels.tiles import TILE, write_tiles
 from hemiola.ops.device import linear, linear_fp8, linear_nvfp4
 from hemiola.ops.resident import ResidentWeights
 from hemiola.ops.table import register
@@ -179,6 +179,8 @@ def _run(
     ids = ids.to(torch.int32).contiguous()
     if not invariant and nvfp4_mma.takes_experts(x, up, down, *ids.shape):
         return nvfp4_mma.experts(x, ids, weights, up, down, routed_scale, shared)
+    if not invariant and nvfp4_wgmma.takes_experts(x, up, down, *ids.shape):
+        return nvfp4_wgmma.experts(x, ids, weights, up, down, routed_scale, shared)
     return experts(x, ids, weights, up, down, routed_scale, shared, invariant=invariant)
 
 
@@ -186,7 +188,7 @@ def _rows(weight: Weight, start: int, count: int) -> Weight:
     """A piece of an up projection."""
     rows = slice(start, start + count)
     block_scale = None if weight.block_scale is None else weight.block_scale[rows]
-    return replace(weight, shape=(count, weight.shape[1]), data=weight.data[rows], block_scale=block_scale)
+    return _piece(weight, (count, weight.shape[1]), weight.data[rows], block_scale)
 
 
 def _columns(weight: Weight, start: int, count: int) -> Weight:
@@ -196,7 +198,11 @@ def _columns(weight: Weight, start: int, count: int) -> Weight:
     block_scale = weight.block_scale
     if block_scale is not None:
         block_scale = block_scale[:, start // _PIECE_COLUMNS : (start + count) // _PIECE_COLUMNS].contiguous()
-    return replace(weight, shape=(weight.shape[0], count), data=data, block_scale=block_scale)
+    return _piece(weight, (weight.shape[0], count), data, block_scale)
+
+
+def _piece(weight: Weight, shape: tuple[int, int], data: Tensor, block_scale: Tensor | None) -> Weight:
+    return Weight(weight.name, shape, weight.scheme, data, block_scale, weight.scale, weight.input_scale)
 
 
 def _kept(bank: ExpertBank, pieces: Callable[[], Sequence[Weight]], resident: ResidentWeights) -> ExpertWeights:
@@ -219,18 +225,15 @@ def _build(bank: ExpertBank, pieces: Sequence[Weight], resident: ResidentWeights
         scale = [REMAINDER * _given(weight.scale, weight.name) for weight in weights]
         return ExpertWeights(codes, block_scales, _vector(scale, resident), None, num_shared)
     if bank.scheme is Scheme.FP8:
-        codes = empty(columns, torch.float8_e4m3fn)
+        codes = empty_codes(len(weights), rows, columns, torch.float8_e4m3fn, resident.device)
         for weight, out in zip(weights, codes, strict=True):
-            resident.upload(weight.data, out)
+            write_tiles(resident.upload(weight.data), out)
         input_scale = [_given(weight.input_scale, weight.name) for weight in weights]
         scale = [inner * _given(weight.scale, weight.name) for weight, inner in zip(weights, input_scale, strict=True)]
         return ExpertWeights(codes, None, _vector(scale, resident), _vector(input_scale, resident), num_shared)
-    codes = empty(columns, torch.bfloat16)
+    codes = empty_codes(len(weights), rows, columns, torch.bfloat16, resident.device)
     for weight, out in zip(weights, codes, strict=True):
-        if weight.data.dtype == torch.bfloat16:
-            resident.upload(weight.data, out)
-        else:
-            out.copy_(resident.upload(weight.data))
+        write_tiles(resident.upload(weight.data).to(torch.bfloat16), out)
     return ExpertWeights(codes, None, None, None, num_shared)
 
 

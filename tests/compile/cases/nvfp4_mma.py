@@ -1,4 +1,4 @@
-"""The CUDA kernels for few tokens and NVFP4 weights: each tile of the tables at Lightning's and Super's sizes."""
+"""The CUDA kernels for few tokens: each tile of the tables at Lightning's and Super's sizes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from functools import partial
 import torch
 
 from hemiola.kernels import nvfp4_mma
-from hemiola.kernels.experts import ExpertWeights
+from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights
 from hemiola.kernels.linear_nvfp4 import MMA_TILES, linear_nvfp4
 from hemiola.kernels.nvfp4 import words_per_row
 from hemiola.kernels.nvfp4_mma import DIRECT, GROUP_TILES
+from hemiola.kernels.tiles import tiled_shape
+
+SCHEMES = {"nvfp4": NVFP4, "fp8": FP8, "bf16": BF16}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -24,27 +27,49 @@ def linear(tokens: int, rows: int, columns: int) -> object:
     return linear_nvfp4(empty(tokens, columns), words, scales, rows, 0.1, True)
 
 
-def bank(experts: int, rows: int, columns: int) -> ExpertWeights:
-    words = words_per_row(columns)
-    codes = empty(experts, rows, words, dtype=torch.int32)
-    return ExpertWeights(
-        codes, empty(experts, rows, words // 8, dtype=torch.int32), empty(experts, dtype=torch.float32), None
-    )
+def bank(scheme: int, experts: int, rows: int, columns: int) -> ExpertWeights:
+    vector = empty(experts, dtype=torch.float32)
+    if scheme == NVFP4:
+        words = words_per_row(columns)
+        codes, scales = (empty(experts, rows, n, dtype=torch.int32) for n in (words, words // 8))
+        return ExpertWeights(codes, scales, vector, None)
+    dtype = torch.float8_e4m3fn if scheme == FP8 else torch.bfloat16
+    codes = empty(experts, *tiled_shape(rows, columns, dtype), dtype=dtype)
+    return ExpertWeights(codes, None, *((vector, vector) if scheme == FP8 else (None, None)))
 
 
-def experts(tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> object:
-    up, down = bank(num_experts, inter, hidden), bank(num_experts, hidden, inter)
+def banks(
+    scheme: int, num_experts: int, hidden: int, inter: int, num_shared: int
+) -> tuple[ExpertWeights, ExpertWeights]:
+    num_experts += num_shared
+    up, down = bank(scheme, num_experts, inter, hidden), bank(scheme, num_experts, hidden, inter)
+    return up._replace(num_shared=num_shared), down._replace(num_shared=num_shared)
+
+
+def experts(
+    scheme: int, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int, num_shared: int = 0
+) -> object:
+    up, down = banks(scheme, num_experts, hidden, inter, num_shared)
     ids = empty(tokens, top_k, dtype=torch.int32)
     x = empty(tokens, hidden)
-    return nvfp4_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, x)
+    shared = None if num_shared else x
+    return nvfp4_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
     for tokens, _, _ in MMA_TILES:
         yield f"shared-up-{tokens}", partial(linear, tokens, 3712, 2688)
         yield f"lm-head-{tokens}", partial(linear, tokens, 131072, 2688)
-    for tokens in range(1, len(DIRECT) + 1):
-        yield f"experts-{tokens}", partial(experts, tokens, 6, 128, 2688, 1856)
-    for most, _ in GROUP_TILES:
-        yield f"experts-{most}", partial(experts, int(most * 128 / 6), 6, 128, 2688, 1856)
-    yield "super", partial(experts, 1, 22, 512, 1024, 2688)
+    for name, scheme in SCHEMES.items():
+        for tokens in range(1, len(DIRECT[scheme]) + 1):
+            yield f"{name}-{tokens}", partial(experts, scheme, tokens, 6, 128, 2688, 1856)
+            yield f"{name}-{tokens}-joined", partial(experts, scheme, tokens, 6, 128, 2688, 1856, 2)
+        for most, _ in GROUP_TILES[scheme]:
+            yield f"{name}-{most}", partial(experts, scheme, int(most * 128 / 6), 6, 128, 2688, 1856)
+        yield f"super-{name}", partial(experts, scheme, 1, 22, 512, 1024, 2688)
+
+
+def excludes(name: str, arch: int) -> str | None:
+    if "fp8" in name and arch < 89:
+        return "FP8 products need compute capability 8.9"
+    return None

@@ -1,0 +1,578 @@
+// Products of many tokens with NVFP4 weights: decoded in registers, straight into the fragments of Hopper's wgmma.
+//
+// Weights are the tiles of nvfp4.py and wgmma's A operand, from registers; rows of x are its B operand, in shared
+// memory with 128-byte swizzle. A product's 16 columns are 16 of x that follow on each other, so x stays as it is: lane
+// (g = lane / 4, t = lane % 4) reads words 2 t and 2 t + 1 of each group of 64 columns, whose codes j are columns
+// 8 j + 2 t and 8 j + 2 t + 1, which the fragment wants side by side. Its rows are g and g + 8 of a tile of 16.
+//
+// A code's sign and magnitude bits, moved to a bfloat16's sign and to the last bits of its exponent with the first of
+// its mantissa, are its value times 2^-126; scales are times 2^119. Their product, e2m1 times e4m3 times 2^-7, is exact
+// in bfloat16; what remains belongs to `alpha`.
+//
+// A block is one warpgroup that copies rows of x into a ring of stages, 128 columns each, and two that multiply, 128
+// rows of weights each: while the tensor cores work on 32 columns of 64 rows, the next ones are decoded. Blocks stay,
+// and take items, a tile of tokens times 256 rows of weights, from a counter, which the last block sets back to 0.
+//
+// A sum runs over the columns in order, in one accumulator: it does not depend on the tile or on other tokens.
+//
+// Defined from outside: WGMMA_KERNEL (a name, by which a trace tells what it is for), and product(), a wgmma of 64
+// rows, 16 columns and N tokens: see nvfp4_wgmma.py. With SPIN_LIMIT_NS nothing waits longer; the kernel traps instead.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#ifndef WGMMA_KERNEL
+#define WGMMA_KERNEL wgmma_kernel
+#endif
+
+constexpr int TOKENS = 128;        // the most of a tile
+constexpr int UNIT = 128;          // rows of weights of a warpgroup
+constexpr int STAGES = 4, LAG = 2;  // LAG: copies of so many stages are under way before one is waited for
+constexpr int WARPGROUP = 128;
+constexpr u32 HALF_BYTES = TOKENS * 128, STAGE_BYTES = 2 * HALF_BYTES, STAGING_BYTES = TOKENS * UNIT * 2;
+static_assert(LAG + 2 <= STAGES, "a stage is given back while the next one is multiplied, and may wait for its copy");
+
+struct u32x2 { u32 x, y; };
+struct alignas(16) u32x4 { u32 x, y, z, w; };
+
+// An item: what its tile of tokens is, and where its rows begin. count: its tokens, 0 when there are no more items.
+struct Slot {
+    int item, expert, first_unit, count, counts[4];
+    int pairs[TOKENS];
+    float weights[TOKENS];
+};
+
+struct Shared {
+    Slot slots[2];
+    u64 full[STAGES], empty[STAGES], slot_full[2], slot_empty[2];
+};
+
+// ------------------------------------------------------------------------------------------------ instructions
+
+__device__ __forceinline__ u32 address_of(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ bool has_turned(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done != 0;
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+#ifdef SPIN_LIMIT_NS
+    u64 start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    while (!has_turned(barrier, parity)) {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (now - start > SPIN_LIMIT_NS) asm volatile("trap;");
+    }
+#else
+    while (!has_turned(barrier, parity)) {}
+#endif
+}
+
+template <int ID>
+__device__ __forceinline__ void sync_warpgroup(int offset = 0) {
+    asm volatile("bar.sync %0, %1;" :: "r"(ID + offset), "n"(WARPGROUP) : "memory");
+}
+
+// Nothing is read where !is_there: zeros.
+__device__ __forceinline__ void copy_async(u32 to, const void *from, bool is_there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ u32x2 load(const void *p) {
+    u32x2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ void fetch_to_l2(const void *p, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int N>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
+
+// What the tensor cores read or write meanwhile keeps its registers until here, and is not computed before.
+template <typename T>
+__device__ __forceinline__ void pin(T &v) {
+    if constexpr (sizeof(T) > 4)
+#pragma unroll
+        for (auto &part : v) pin(part);
+    else if constexpr (T(0.5f) == T(0)) asm volatile("" : "+r"(v) :: "memory");
+    else asm volatile("" : "+f"(v) :: "memory");
+}
+
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    return r;
+}
+
+// Two float32 to bfloat16, and their squared ReLU from there, rounded. NaN stays.
+__device__ __forceinline__ u32 finished(float first, float second, bool relu_squared) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+    if (relu_squared) {
+        asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(r) : "r"(0u));
+        r = mul2(r, r);
+    }
+    return r;
+}
+
+// Two bfloat16, divided, to e4m3: saturating; NaN stays.
+__device__ __forceinline__ u32 to_e4m3(u32 v, float scale) {
+    u16 r;
+    const float low = __uint_as_float(v << 16), high = __uint_as_float(v & 0xFFFF0000u);
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(__fdiv_rn(high, scale)), "f"(__fdiv_rn(low, scale)));
+    return r;
+}
+
+// ---------------------------------------------------------------------------------------------------- weights
+
+// The scales of half a word's codes, 0 and 1, and 2 and 3, from a group's word of scales.
+__device__ __forceinline__ void spread(u32 scales, int half, u32 mask, u32 &first, u32 &second) {
+    first = (__byte_perm(scales, 0, half ? 0x3232 : 0x1010) & mask) | 0x70007000u;
+    second = (__byte_perm(scales, 0, half ? 0x2323 : 0x0101) & mask) | 0x70007000u;
+}
+
+// Half of two words: its four codes, each beside the other word's.
+__device__ __forceinline__ void decode(u32x2 words, u32 scales, int half, u32 mask, u32 (&a)[4]) {
+    const u32 m = 0x81C081C0u, w = __byte_perm(words.x, words.y, half ? 0x7632 : 0x5410);
+    u32 first, second;
+    spread(scales, half, mask, first, second);
+    a[0] = mul2(w & m, first);
+    a[1] = mul2((w << 3) & m, first);
+    a[2] = mul2((w << 6) & m, second);
+    a[3] = mul2(((w << 1) & 0x80008000u) | ((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u), second);
+}
+
+// A lane's part of a warp's two tiles of 16 rows, 64 rows apart: rows g and g + 8, of one step of 128 columns.
+struct Weights {
+    const u8 *codes;
+    const u8 *scales;
+    u32 codes_at[2], scales_at[2];                   // bytes from there, of the step that is loaded next
+    u32x2 upper[2][2], lower[2][2], row_scales[2][2];  // by tile and group of 64 columns; scales: of both rows
+    u32 scale_mask;  // 0x0FF00FF0, in a register: an instruction has room for one constant
+
+    // Tiles past the end repeat the last one.
+    __device__ __forceinline__ void start(const u8 *codes_, const u8 *scales_, int expert, int unit, int num_rows,
+                                          int row_bytes) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+        const i64 bank = (i64)expert * num_rows * row_bytes;
+        asm volatile("mov.u32 %0, 0x0FF00FF0;" : "=r"(scale_mask));
+        codes = codes_ + bank;
+        scales = scales_ + bank / 8;
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            const u32 tile = min(unit * 8 + b * 4 + warp, (num_rows - 1) / 16) * (row_bytes / 64);
+            codes_at[b] = tile * 1024 + g * 64 + t * 8;
+            scales_at[b] = tile * 128 + g * 16;
+        }
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            load_group(b, 0);
+            load_group(b, 1);
+        }
+        step();
+    }
+
+    __device__ __forceinline__ void step() {
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            codes_at[b] += 1024;
+            scales_at[b] += 128;
+        }
+    }
+
+    __device__ __forceinline__ void load_group(int b, int group) {
+        upper[b][group] = load(codes + codes_at[b] + group * 32);
+        lower[b][group] = load(codes + codes_at[b] + group * 32 + 512);
+        row_scales[b][group] = load(scales + scales_at[b] + group * 8);
+    }
+
+    // Columns 32 q .. of the step of tile b, for two products of 16.
+    __device__ __forceinline__ void decode_quarter(int b, int q, u32 (&a)[2][4]) const {
+        const int group = q / 2, half = q % 2;
+        u32 u[4], l[4];
+        decode(upper[b][group], row_scales[b][group].x, half, scale_mask, u);
+        decode(lower[b][group], row_scales[b][group].y, half, scale_mask, l);
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+            a[p][0] = u[2 * p];
+            a[p][1] = l[2 * p];
+            a[p][2] = u[2 * p + 1];
+            a[p][3] = l[2 * p + 1];
+        }
+    }
+};
+
+// The stages of x, seen by one side: where it stands, and how often it has been around.
+struct Ring {
+    u32 stage = 0, parity = 0;
+    u32 full, empty;  // the first barrier of each
+
+    __device__ __forceinline__ void step() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ void wait_full() const { wait(full + stage * 8, parity); }
+    __device__ __forceinline__ void wait_empty() const { wait(empty + stage * 8, parity ^ 1); }
+};
+
+// ------------------------------------------------------------------------------------------------ the warpgroups
+
+// What the kernel is given.
+struct Given {
+    const u16 *x;
+    i64 x_stride;
+    const u8 *codes, *scales;
+    const float *alpha;
+    const int *sorted_pairs, *experts, *num_tiles;
+    const float *pair_weights;
+    void *out;
+    float *pieces;
+    int *counter;
+    float one_alpha, out_scale;
+    int num_tokens, pairs_per_x, pairs_per_token, num_shared, routed, num_rows, columns, row_bytes, tile_tokens;
+    int tile_units, flags;
+
+    // Where a pair stands among its token's pairs is not asked here: those of the routing come first.
+    __device__ __forceinline__ float weight_of(int pair) const {
+        return pair_weights[pair - pair / pairs_per_token * num_shared];
+    }
+    // Whether an expert's down projection is one of the pieces of the shared expert.
+    __device__ __forceinline__ bool is_piece(int expert) const { return pair_weights != nullptr && expert >= routed; }
+};
+
+__device__ __forceinline__ void produce(const Given &given, u8 *ring_memory, Shared &shared) {
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32;
+    const int steps = given.row_bytes / 64, units = (given.num_rows + UNIT - 1) / UNIT;
+    const int row_tiles = (units + given.tile_units - 1) / given.tile_units;
+    const int tiles = given.sorted_pairs != nullptr ? *given.num_tiles
+                                                    : (given.num_tokens + given.tile_tokens - 1) / given.tile_tokens;
+    // A thread copies the piece `piece` of 16 bytes of both halves of rows first_row + 16 i.
+    const int piece = thread % 8, first_row = thread / 8;
+    const u32 to = address_of(ring_memory) + first_row * 128 + (piece ^ first_row % 8) * 16;
+    Ring ring{0, 0, address_of(shared.full), address_of(shared.empty)};
+    u32 ready = 0;  // the first stage that has not been told to be full
+
+    const auto tell = [&] {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) arrive(ring.full + ready * 8);
+        ready = ready + 1 == STAGES ? 0 : ready + 1;
+    };
+
+    int n = 0;
+    for (;; n++) {
+        Slot &slot = shared.slots[n & 1];
+        if (thread == 0) {
+            wait(address_of(&shared.slot_empty[n & 1]), (n >> 1 & 1) ^ 1);
+            slot.item = atomicAdd(given.counter, 1);
+        }
+        sync_warpgroup<1>();
+        const int item = slot.item, tile = item / row_tiles;
+        if (tile >= tiles) break;
+        int pair = given.num_tokens, expert = 0;
+        if (thread < given.tile_tokens) {
+            pair = tile * given.tile_tokens + thread;
+            if (given.sorted_pairs != nullptr) pair = given.sorted_pairs[pair];
+        }
+        if (given.experts != nullptr) expert = given.experts[tile];
+        const bool is_pair = pair < given.num_tokens;
+        slot.pairs[thread] = pair;
+        const bool is_weighted = is_pair && given.pair_weights != nullptr && !given.is_piece(expert);
+        slot.weights[thread] = is_weighted ? given.weight_of(pair) : 1.f;
+        const int in_warp = __popc(__ballot_sync(0xFFFFFFFFu, is_pair));
+        if (lane == 0) slot.counts[warp] = in_warp;
+        sync_warpgroup<1>();
+        const int count = slot.counts[0] + slot.counts[1] + slot.counts[2] + slot.counts[3];
+        const int first_unit = item % row_tiles * given.tile_units;
+        if (thread == 0) {
+            slot.expert = expert;
+            slot.first_unit = first_unit;
+            slot.count = count;
+            arrive(address_of(&shared.slot_full[n & 1]));
+        }
+        // The first tile of an expert brings its weights from memory, before the others come.
+        if (tile == 0 || (given.experts != nullptr && given.experts[tile - 1] != expert)) {
+            const int first = first_unit * 8 + thread;
+            if (thread < given.tile_units * 8 && first * 16 < given.num_rows) {
+                const i64 at = ((i64)expert * given.num_rows + first * 16) * given.row_bytes;
+                fetch_to_l2(given.codes + at, given.row_bytes * 16);
+                fetch_to_l2(given.scales + at / 8, given.row_bytes * 2);
+            }
+        }
+        u32 row_at[TOKENS / 16];  // in pieces
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; i++) {
+            const int row = min(first_row + i * 16, count - 1);
+            row_at[i] = (u32)(slot.pairs[row] / given.pairs_per_x) * (u32)(given.x_stride / 8);
+        }
+        for (int step = 0; step < steps; step++) {
+            ring.wait_empty();
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int column = step * 128 + half * 64 + piece * 8;
+                const bool is_column = column < given.columns;
+                const u16 *from = given.x + (is_column ? column : 0);
+#pragma unroll
+                for (int i = 0; i < TOKENS / 16; i++)
+                    if (first_row + i * 16 < count)
+                        copy_async(to + ring.stage * STAGE_BYTES + half * HALF_BYTES + i * 2048,
+                                   from + (i64)row_at[i] * 8, is_column);
+            }
+            asm volatile("cp.async.commit_group;" ::: "memory");
+            if (step >= LAG) {
+                asm volatile("cp.async.wait_group %0;" :: "n"(LAG) : "memory");
+                tell();
+            }
+            ring.step();
+        }
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        for (int i = 0; i < min(LAG, steps); i++) tell();
+    }
+    if (thread == 0) {
+        shared.slots[n & 1].count = 0;
+        arrive(address_of(&shared.slot_full[n & 1]));
+        if (atomicAdd(given.counter + 1, 1) == gridDim.x - 1) given.counter[0] = given.counter[1] = 0;
+    }
+}
+
+// The sums of 128 rows of weights for all columns. Weights of the first step are there.
+template <int N>
+__device__ __forceinline__ void multiply(float (&acc)[2][N / 2], Weights &weights, Ring &ring, u32 ring_memory,
+                                         int steps) {
+    u32 a[2][2][4];
+#pragma unroll
+    for (int b = 0; b < 2; b++)
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) acc[b][i] = 0.f;
+    weights.decode_quarter(0, 0, a[0]);
+    u32 last_stage = 0;
+    for (int step = 0; step < steps; step++) {
+        const bool is_more = step + 1 < steps;
+        ring.wait_full();
+        // The same in all lanes, which lets it stay in a uniform register.
+        const u32 memory = __shfl_sync(0xFFFFFFFFu, ring_memory + ring.stage * STAGE_BYTES, 0);
+        // Rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.
+        const u64 rows = (u64)(memory >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {  // quarter i / 2 of tile i % 2
+            const int q = i / 2, next = (i + 1) % 8;
+            pin(a[i % 2]);
+            open_products();
+#pragma unroll
+            for (int p = 0; p < 2; p++)
+                product<N>(acc[i % 2], a[i % 2][p], rows + q / 2 * (HALF_BYTES >> 4) + q % 2 * 4 + p * 2);
+            close_products();
+            wait_for_products<1>();
+            pin(a[next % 2]);
+            if (i == 0 && step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage * 8);
+            weights.decode_quarter(next % 2, next / 2, a[next % 2]);
+            // The words of a group of 64 columns are decoded: those of the next step take their place.
+            if (next / 2 % 2 == 1 && is_more) weights.load_group(next % 2, next / 4);
+        }
+        weights.step();
+        last_stage = ring.stage;
+        ring.step();
+    }
+    wait_for_products<0>();
+    pin(a);
+    pin(acc);
+    if (threadIdx.x % 32 == 0) arrive(ring.empty + last_stage * 8);
+}
+
+// Sums to where they belong, through shared memory: there a token has 16 pieces of eight rows.
+template <int N>
+__device__ __forceinline__ void write(const float (&acc)[2][N / 2], const Given &given, const Slot &slot, u8 *staging,
+                                      int warpgroup, int unit) {
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32, t = lane % 4;
+    const float alpha = given.alpha != nullptr ? given.alpha[slot.expert] : given.one_alpha;
+    const bool relu_squared = given.flags & 1;
+    if (given.is_piece(slot.expert)) {
+        const int piece = slot.expert - given.routed;
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int token = j * 8 + t * 2 + i;
+                if (token >= slot.count) continue;
+                const i64 at = (i64)(slot.pairs[token] / given.pairs_per_token) * given.num_shared + piece;
+#pragma unroll
+                for (int b = 0; b < 4; b++) {
+                    const int row = unit * UNIT + b / 2 * 64 + warp * 16 + b % 2 * 8 + lane / 4;
+                    if (row < given.num_rows)
+                        given.pieces[at * given.num_rows + row] = acc[b / 2][j * 4 + b % 2 * 2 + i] * alpha;
+                }
+            }
+        }
+        return;
+    }
+    const u32 to = address_of(staging) + (lane / 16 * 8 + lane % 8) * 256;
+    sync_warpgroup<2>(warpgroup);
+#pragma unroll
+    for (int n = 0; n < N / 16; n++) {
+        float factor[2][2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) factor[i / 2][i % 2] = slot.weights[n * 16 + i / 2 * 8 + t * 2 + i % 2];
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            u32 r[4];  // by eight tokens, and by eight rows
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *v = acc[b] + (n * 2 + i / 2) * 4 + i % 2 * 2;
+                r[i] = finished(v[0] * alpha * factor[i / 2][0], v[1] * alpha * factor[i / 2][1], relu_squared);
+            }
+            const int piece = (b * 4 + warp) * 2 + lane / 8 % 2;
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                         :: "r"(to + n * 4096 + (piece ^ lane % 8) * 16), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                         : "memory");
+        }
+    }
+    sync_warpgroup<2>(warpgroup);
+    const int piece = thread % 16, row = unit * UNIT + piece * 8;
+    if (row < given.num_rows) {
+        for (int token = thread / 16; token < slot.count; token += 8) {
+            const u32x4 v = *(const u32x4 *)(staging + token * 256 + (piece ^ token % 8) * 16);
+            const i64 at = (i64)slot.pairs[token] * given.num_rows + row;
+            if (given.flags & 4) {
+                const float scale = given.out_scale;
+                u32x2 bytes;
+                bytes.x = to_e4m3(v.x, scale) | to_e4m3(v.y, scale) << 16;
+                bytes.y = to_e4m3(v.z, scale) | to_e4m3(v.w, scale) << 16;
+                *(u64 *)((u8 *)given.out + at) = bytes.x | (u64)bytes.y << 32;
+            } else {
+                *(u32x4 *)((u16 *)given.out + at) = v;
+            }
+        }
+    }
+}
+
+struct Consumer {
+    const Given &given;
+    Shared &shared;
+    u8 *staging;
+    u32 ring_memory;
+    int warpgroup, n = 0;  // n: items so far
+    Ring ring;
+    Weights weights;
+
+    __device__ __forceinline__ const Slot &slot() const { return shared.slots[n & 1]; }
+    __device__ __forceinline__ int unit() const { return slot().first_unit + warpgroup; }
+    __device__ __forceinline__ bool has_rows() const {
+        return warpgroup < given.tile_units && unit() * UNIT < given.num_rows;
+    }
+
+    // Waits for the item's slot, and loads its first weights.
+    __device__ __forceinline__ void begin() {
+        wait(address_of(&shared.slot_full[n & 1]), n >> 1 & 1);
+        if (slot().count > 0 && has_rows())
+            weights.start(given.codes, given.scales, slot().expert, unit(), given.num_rows, given.row_bytes);
+    }
+
+    // The next item begins before this one is written.
+    template <int N>
+    __device__ __forceinline__ void run() {
+        float acc[2][N / 2];
+        multiply<N>(acc, weights, ring, ring_memory, given.row_bytes / 64);
+        const Slot &own = slot();
+        const int own_unit = unit();
+        n++;
+        begin();
+        write<N>(acc, given, own, staging, warpgroup, own_unit);
+    }
+
+    __device__ __forceinline__ void consume() {
+        begin();
+        while (slot().count > 0) {
+            const int own = n & 1;
+            if (!has_rows()) {
+                for (int step = 0; step < given.row_bytes / 64; step++) {
+                    ring.wait_full();
+                    __syncwarp();
+                    if (threadIdx.x % 32 == 0) arrive(ring.empty + ring.stage * 8);
+                    ring.step();
+                }
+                n++;
+                begin();
+            } else {
+                const int quarters = (slot().count + 31) / 32;
+                if (quarters == 4) run<128>();
+                else if (quarters == 3) run<96>();
+                else if (quarters == 2) run<64>();
+                else run<32>();
+            }
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) arrive(address_of(&shared.slot_empty[own]));
+        }
+    }
+};
+
+// Up to `tile_tokens` tokens or pairs times tile_units * 128 rows of one weight: an item. alpha: by expert; null:
+// one_alpha. Rows of x lie x_stride elements apart, a multiple of 8, as are `columns` and num_rows; row_bytes is a
+// multiple of 64.
+//
+// With sorted_pairs: tile i is those of sorted_pairs[tile_tokens * i ..] that are below num_tokens, which come first,
+// and its expert is experts[i]; there are *num_tiles. Without: tokens of one weight. Row p / pairs_per_x of x belongs
+// to pair p. counter: two zeros, which they are again in the end. With pair_weights experts from `routed` on, of which
+// each token takes num_shared as the last of its pairs_per_token, are pieces of the shared expert: float32, not weighted,
+// into pieces (tokens, num_shared, rows).
+// flags: 1 squared ReLU, 4 quantised with out_scale to e4m3 (out is bytes then).
+extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1) WGMMA_KERNEL(
+    const u16 *x, i64 x_stride, const u8 *codes, const u8 *scales, const float *alpha, const int *sorted_pairs,
+    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float *pieces, int *counter,
+    float one_alpha, float out_scale, int num_tokens, int pairs_per_x, int pairs_per_token, int num_shared, int routed,
+    int num_rows, int columns, int row_bytes, int tile_tokens, int tile_units, int flags) {
+    extern __shared__ u8 memory[];
+    u8 *base = memory + (-address_of(memory) & 1023);
+    u8 *staging = base + STAGES * STAGE_BYTES;
+    Shared &shared = *(Shared *)(staging + 2 * STAGING_BYTES);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            init(address_of(&shared.full[i]), 4);   // a warp of the producer each
+            init(address_of(&shared.empty[i]), 8);  // a warp of the consumers each
+        }
+        for (int i = 0; i < 2; i++) {
+            init(address_of(&shared.slot_full[i]), 1);
+            init(address_of(&shared.slot_empty[i]), 8);
+        }
+    }
+    __syncthreads();
+    gdc_wait();
+    gdc_launch_dependents();
+    const Given given{x, x_stride, codes, scales, alpha, sorted_pairs, experts, num_tiles, pair_weights, out, pieces,
+                      counter, one_alpha, out_scale, num_tokens, pairs_per_x, pairs_per_token, num_shared, routed,
+                      num_rows, columns, row_bytes, tile_tokens, tile_units, flags};
+    const int warpgroup = threadIdx.x / WARPGROUP;
+    if (warpgroup == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        produce(given, base, shared);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        Consumer consumer{given, shared, staging + (warpgroup - 1) * STAGING_BYTES, address_of(base), warpgroup - 1, 0,
+                          Ring{0, 0, address_of(shared.full), address_of(shared.empty)}};
+        consumer.consume();
+    }
+}

@@ -1,0 +1,201 @@
+"""Many tokens times NVFP4 weights on Hopper, in CUDA C++: a linear, and routed experts. See nvfp4_wgmma.cu.
+
+Weights are decoded in registers, which are an operand of wgmma; rows of x come through shared memory. A sum runs over
+the columns in order, in one accumulator: a token's result is the same to the bit for any tile and any neighbours. It
+differs in its last bits from what the kernels of `nvfp4_mma` and Triton's compute, which sum in another order.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.experts import NVFP4, ExpertWeights, align, combine, empty_parts, pairs_per_expert
+from hemiola.kernels.launch import capability, num_sms, uses_pdl
+
+LINEAR, EXPERTS = "linear_wgmma_kernel", "experts_wgmma_kernel"
+SHARED_BYTES = 1024 + 4 * 32768 + 2 * 32768 + 4096
+THREADS = 384
+_RELU_SQUARED, _QUANTISED = 1, 4
+_UNIT, _GROUP_BYTES, _WIDTHS = 128, 64, (32, 64, 96, 128)
+
+
+class WideTile(NamedTuple):
+    """An item of a block. tokens: a multiple of 32 up to 128. units: warpgroups that multiply, one or two, 128 rows of
+    weights each."""
+
+    tokens: int
+    units: int
+
+
+EXPERTS_TILE = WideTile(128, 2)
+# From so many pairs an expert, on average, and so many tokens of a linear.
+LEAST_PAIRS, LEAST_TOKENS = 24.0, 256
+
+
+def product(tokens: int) -> str:
+    """The wgmma of 64 rows, A in registers, and `tokens` columns of B, in shared memory, as a CUDA function."""
+    size = tokens // 2
+    sums = ", ".join(f"%{i}" for i in range(size))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(size))
+    return f"""
+template <> __device__ __forceinline__ void product<{tokens}>(
+    float (&d)[{size}], const unsigned (&a)[4], unsigned long long b) {{
+    asm volatile("{{.reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 "
+                 "{{{sums}}}, {{%{size}, %{size + 1}, %{size + 2}, %{size + 3}}}, %{size + 4}, p, 1, 1, 0;}}"
+                 : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}}"""
+
+
+@cache
+def source() -> str:
+    declared = (
+        "template <int N> __device__ __forceinline__ void product(\n"
+        "    float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b);"
+    )
+    products = "".join(product(tokens) for tokens in _WIDTHS)
+    return f"{declared}{products}\n#line 1\n{Path(__file__).with_suffix('.cu').read_text(encoding='utf-8')}"
+
+
+@cache
+def function(name: str, options: tuple[str, ...] = ()) -> CudaFunction:
+    return CudaModule(source(), (f"-DWGMMA_KERNEL={name}", *options)).function(name, "PlPPPPPPPPPPffiiiiiiiiiii")
+
+
+@cache
+def _counter(device: torch.device) -> Tensor:
+    """Two zeros. Kernels that share them run one after another."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def takes(x: Tensor, num_rows: int, words: int) -> bool:
+    """Whether the GPU is one, and rows of x, of codes and of the result can be accessed 16 bytes at a time."""
+    return (
+        capability() == 90
+        and len(x) > 0
+        and x.dtype == torch.bfloat16
+        and x.shape[1] % 8 == 0
+        and (len(x) == 1 or x.stride(0) % 8 == 0)
+        and x.data_ptr() % 16 == 0
+        and num_rows % 16 == 0
+        and 4 * words % _GROUP_BYTES == 0
+        and words > 0
+    )
+
+
+def takes_experts(x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens: int, top_k: int) -> bool:
+    """Whether `experts` is for so many tokens of these experts."""
+    return (
+        up.scheme == NVFP4
+        and down.scheme == NVFP4
+        and pairs_per_expert(num_tokens, top_k, up) >= LEAST_PAIRS
+        and all(takes(x, bank.codes.shape[1], bank.codes.shape[2]) for bank in (up, down))
+    )
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    routed_scale: float,
+    shared: Tensor | None,
+    tile: WideTile = EXPERTS_TILE,
+) -> Tensor:
+    """`kernels.experts.experts` for many pairs an expert, where `takes_experts` says so."""
+    num_tokens, top_k = ids.shape
+    pairs_per_token = top_k + up.num_shared
+    groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
+    hidden = torch.empty(num_tokens * pairs_per_token, up.codes.shape[1], dtype=x.dtype, device=x.device)
+    project(x, pairs_per_token, up, top_k, *groups, hidden, tile)
+    parts, pieces = empty_parts(x, num_tokens, top_k, down)
+    project(hidden, 1, down, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
+    return combine(parts, pieces, top_k, routed_scale, shared)
+
+
+def project(
+    x: Tensor,
+    pairs_per_x: int,
+    bank: ExpertWeights,
+    top_k: int,
+    sorted_pairs: Tensor,
+    tile_experts: Tensor,
+    num_tiles: Tensor,
+    out: Tensor,
+    tile: WideTile,
+    *,
+    pair_weights: Tensor | None = None,
+    pieces: Tensor | None = None,
+    options: tuple[str, ...] = (),
+) -> None:
+    """One projection of all pairs, into `out` (pairs, rows) bfloat16, and of the shared expert's pieces into `pieces`.
+
+    Without pair_weights: up, with its squared ReLU; with them: down, weighted. Row p // pairs_per_x of x belongs to
+    pair p. sorted_pairs, tile_experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`.
+    """
+    num_experts, num_rows, words = bank.codes.shape
+    flags = _RELU_SQUARED if pair_weights is None else 0
+    most_items = tile_experts.numel() * triton.cdiv(num_rows, _UNIT * tile.units)
+    function(EXPERTS, options).launch(
+        (min(num_sms(), most_items), 1, 1),
+        (THREADS, 1, 1),
+        (
+            x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, tile_experts, num_tiles,
+            pair_weights, out, pieces, _counter(x.device), 1.0, 1.0, len(out), pairs_per_x, top_k + bank.num_shared,
+            bank.num_shared, num_experts - bank.num_shared, num_rows, x.shape[1], 4 * words, *tile, flags,
+        ),
+        shared_bytes=SHARED_BYTES,
+        pdl=uses_pdl(),
+    )  # fmt: skip
+
+
+def linear_tile(num_tokens: int, num_rows: int) -> WideTile:
+    """The tile with which the last blocks are done first: by rounds of blocks, and an item's work and fixed cost."""
+
+    def cost(tile: WideTile) -> float:
+        items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, _UNIT * tile.units)
+        # A warpgroup alone reads x for half as many products, and smaller tiles read weights more often.
+        return float(triton.cdiv(items, num_sms()) * (tile.tokens * tile.units + 48))
+
+    return min((WideTile(tokens, units) for units in (2, 1) for tokens in reversed(_WIDTHS)), key=cost)
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    num_rows: int,
+    alpha: float,
+    relu_squared: bool,
+    out_scale: float | None,
+    tile: WideTile | None = None,
+    options: tuple[str, ...] = (),
+) -> Tensor:
+    """x (T, in) bfloat16 times one weight of `nvfp4.packed`: (T, num_rows) bfloat16, or e4m3 with out_scale.
+
+    alpha: multiplies the accumulator, `nvfp4.REMAINDER` included.
+    """
+    num_tokens, columns = x.shape
+    tile = tile or linear_tile(num_tokens, num_rows)
+    dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
+    out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
+    flags = _RELU_SQUARED * relu_squared | _QUANTISED * (out_scale is not None)
+    items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, _UNIT * tile.units)
+    function(LINEAR, options).launch(
+        (min(num_sms(), items), 1, 1),
+        (THREADS, 1, 1),
+        (
+            x, x.stride(0), words, scales, None, None, None, None, None, out, None, _counter(x.device), alpha,
+            out_scale or 1.0, num_tokens, 1, 1, 0, 1, num_rows, columns, 4 * words.shape[1], *tile, flags,
+        ),
+        shared_bytes=SHARED_BYTES,
+        pdl=uses_pdl(),
+    )  # fmt: skip
+    return out
