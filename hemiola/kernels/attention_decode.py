@@ -2,9 +2,8 @@
 
 A program takes one KV head of one request and a contiguous run of whole KV tiles. All query heads of the KV head share
 its loads: they are the rows of one tensor-core tile. How many programs share a request is fixed by the shapes, so that
-a captured graph serves every length; which tiles each takes follows on the device from the request's length. Where more
-than one has tiles, the last that is done combines the partial results, in the order of the context; where there may be
-many, a second kernel does it.
+a captured graph serves every length; which tiles each takes follows on the device from the request's length. With more
+than one split, a second kernel combines the partial results in the order of the context.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import triton
 import triton.language as tl
 
 from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, is_interpreted, launch_options, num_sms, uses_pdl
-from hemiola.kernels.split_k import MAX_TICKETS, tickets
 
 LOG2_E = 1.4426950408889634
 
@@ -36,12 +34,7 @@ class DecodeTiling:
 DEFAULT = DecodeTiling()
 # Boundaries of the splits at fixed token counts, whatever the other rows and the width of the table.
 INVARIANT_SPLIT_TOKENS = 1024
-FUSED_SPLITS = 32
-"""Most splits that their last one combines: one program reads all of their results."""
-
 _COMBINE_SPLITS = 32
-_AT_ONCE = 4
-_APART, _FUSED = tl.constexpr(1), tl.constexpr(2)  # who combines splits: a second kernel, or the last of them
 
 
 @triton.jit
@@ -98,50 +91,6 @@ def _load_halves(
     return low, high
 
 
-@triton.jit
-def _combine(
-    out,
-    parts,
-    maxima,
-    sums,
-    is_head,
-    live,
-    v_scale,
-    BLOCK_G: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Writes some heads' results from those of all `live` splits, AT_ONCE at a time: in an order that does not depend
-    on how many there could be. out, parts, maxima, sums: by head, where it begins."""
-    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    for start in range(0, live, COMBINE_SPLITS):
-        splits = start + tl.arange(0, COMBINE_SPLITS)
-        is_split = is_head[:, None] & (splits < live)[None, :]
-        some = tl.load(maxima[:, None] + splits[None, :], mask=is_split, other=float("-inf"), cache_modifier=".cg")
-        largest = tl.maximum(largest, tl.max(some, 1))
-    dims = tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, live, AT_ONCE):
-        splits = start + tl.arange(0, AT_ONCE)[:, None]
-        is_split = is_head[None, :] & (splits < live)
-        some = tl.load(maxima[None, :] + splits, mask=is_split, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(sums[None, :] + splits, mask=is_split, other=0.0, cache_modifier=".cg")
-        tiles = tl.load(
-            (parts[None, :] + splits * HEAD_DIM)[:, :, None] + dims[None, None, :],
-            mask=is_split[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        shares = tl.exp2(some - largest[None, :])
-        total += tl.sum(shares * weights, 0)
-        mixed += tl.sum(shares[:, :, None] * tiles, 0)
-    mixed = (mixed / total[:, None] * v_scale).to(tl.bfloat16)
-    tl.store(out[:, None] + dims[None, :], mixed, mask=is_head[:, None] & (dims < HEAD_DIM)[None, :])
-
-
 @triton.jit(do_not_specialize=["stride_table", "num_splits", "min_tiles"])
 def _decode_kernel(
     q,
@@ -153,7 +102,6 @@ def _decode_kernel(
     partial_out,
     partial_max,
     partial_sum,
-    ticket,
     score_scale,
     v_scale,
     stride_q_row,
@@ -171,8 +119,6 @@ def _decode_kernel(
     HALF: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     E4M3: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,7 +132,7 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens + row)
     tokens_per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits), min_tiles) * BLOCK_N
     first = split * tokens_per_split
-    if SPLIT and split > 0 and first >= seq_len:
+    if SPLIT and first >= seq_len:
         return
     end = tl.minimum(seq_len, first + tokens_per_split)
 
@@ -234,31 +180,19 @@ def _decode_kernel(
         largest = new_largest
 
     heads = row * (tl.num_programs(0) * GROUP) + heads
-    places = out + heads[:, None] * HEAD_DIM
     if SPLIT:
-        live = tl.cdiv(seq_len, tokens_per_split)
-        if live > 1:
-            part = heads * num_splits + split
-            tl.store(partial_max + part, largest, mask=is_head)
-            tl.store(partial_sum + part, total, mask=is_head)
-            parts = partial_out + part[:, None] * HEAD_DIM
-            tl.store(parts + low_dims[None, :], out_low, mask=is_low)
-            tl.store(parts + high_dims[None, :], out_high, mask=is_high)
-            if SPLIT == _FUSED:
-                tl.debug_barrier()
-                ticket += row * tl.num_programs(0) + kv_head
-                if tl.atomic_add(ticket, 1, sem="acq_rel") == live - 1:
-                    tl.store(ticket, 0)
-                    part = heads * num_splits
-                    _combine(
-                        out + heads * HEAD_DIM, partial_out + part * HEAD_DIM, partial_max + part, partial_sum + part,
-                        is_head, live, v_scale, BLOCK_G, HEAD_DIM, 2 * HALF, COMBINE_SPLITS, AT_ONCE,
-                    )  # fmt: skip
-            return
-    out_low = tl.where(seq_len > 0, out_low / total[:, None] * v_scale, 0.0)
-    out_high = tl.where(seq_len > 0, out_high / total[:, None] * v_scale, 0.0)
-    tl.store(places + low_dims[None, :], out_low.to(tl.bfloat16), mask=is_low)
-    tl.store(places + high_dims[None, :], out_high.to(tl.bfloat16), mask=is_high)
+        part = heads * num_splits + split
+        tl.store(partial_max + part, largest, mask=is_head)
+        tl.store(partial_sum + part, total, mask=is_head)
+        places = partial_out + part[:, None] * HEAD_DIM
+        tl.store(places + low_dims[None, :], out_low, mask=is_low)
+        tl.store(places + high_dims[None, :], out_high, mask=is_high)
+    else:
+        places = out + heads[:, None] * HEAD_DIM
+        out_low = tl.where(seq_len > 0, out_low / total[:, None] * v_scale, 0.0)
+        out_high = tl.where(seq_len > 0, out_high / total[:, None] * v_scale, 0.0)
+        tl.store(places + low_dims[None, :], out_low.to(tl.bfloat16), mask=is_low)
+        tl.store(places + high_dims[None, :], out_high.to(tl.bfloat16), mask=is_high)
 
 
 @triton.jit(do_not_specialize=["num_splits", "min_tiles"])
@@ -287,10 +221,8 @@ def _combine_kernel(
     seq_len = tl.load(seq_lens + row)
     tokens_per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits), min_tiles) * BLOCK_N
     live = tl.cdiv(seq_len, tokens_per_split)
-    if live <= 1:  # what it wrote is the result
-        return
-    # From the first split's largest on, every scaling is finite.
-    largest = tl.load(partial_max + head * num_splits)
+    # From the first split's largest on, every scaling is finite; without any split the sums stay zero.
+    largest = tl.load(partial_max + head * num_splits, mask=live > 0, other=0.0)
     total = 0.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, live, BLOCK_S):
@@ -310,7 +242,7 @@ def _combine_kernel(
         total = total * shrink + tl.sum(sums * shares, 0)
         mixed = mixed * shrink + tl.sum(parts * shares[:, None], 0)
         largest = new_largest
-    mixed = mixed / total * v_scale
+    mixed = tl.where(seq_len > 0, mixed / total * v_scale, 0.0)
     tl.store(out + head * HEAD_DIM + dims, mixed.to(tl.bfloat16), mask=is_dim)
 
 
@@ -355,9 +287,7 @@ def attention_decode(
         min_tiles = tiling.min_tiles
         wanted = tiling.programs_per_sm * num_sms() // (num_rows * kv_heads)
         num_splits = max(1, min(wanted, triton.cdiv(max_tokens, min_tiles * tiling.block_n)))
-    # Alone and among others, and for every width of the table, a row is combined in one way.
-    is_fused = (invariant or num_splits <= FUSED_SPLITS) and num_rows * kv_heads <= MAX_TICKETS
-    split = 0 if num_splits == 1 else (_FUSED if is_fused else _APART).value
+    split = num_splits > 1
     pdl = uses_pdl()
     partial_out = partial_max = partial_sum = out
     if split:
@@ -373,7 +303,6 @@ def attention_decode(
         partial_out,
         partial_max,
         partial_sum,
-        tickets(q.device) if split else None,
         scale * k_scale * LOG2_E,
         v_scale,
         q.stride(0),
@@ -391,8 +320,6 @@ def attention_decode(
         HALF=block_d // 2,
         BLOCK_N=tiling.block_n,
         SPLIT=split,
-        COMBINE_SPLITS=_COMBINE_SPLITS,
-        AT_ONCE=_AT_ONCE,
         E4M3=e4m3,
         ASM=not is_interpreted(),
         PDL=pdl,
@@ -400,7 +327,7 @@ def attention_decode(
         num_stages=tiling.num_stages,
         **launch_options(pdl),
     )
-    if split == _APART.value:
+    if split:
         _combine_kernel[(num_rows, num_heads)](
             partial_out,
             partial_max,

@@ -25,7 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hemiola.kernels import align as aligning
-from hemiola.kernels.launch import capability, gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
+from hemiola.kernels.launch import (
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch_options,
+    shared_memory,
+    uses_pdl,
+)
 from hemiola.kernels.nvfp4 import (
     TENSOR_MEMORY,
     code_bits,
@@ -447,10 +454,11 @@ def grouped_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts, pieces, shared, shared_stride, routed_scale, out, num_columns,
-    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    parts, pieces, shared, shared_stride, routed_scale, out, num_columns, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
+    NUM_SHARED: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a token's pairs, in their order, and of the pieces of the shared expert."""
+    """The sum of a token's pairs, in their order, and of the pieces of the shared expert. PAIRS: rows of parts a
+    token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < num_columns
@@ -458,7 +466,7 @@ def combine_kernel(
         gdc_wait()
         gdc_launch_dependents()
     routed = tl.zeros((BLOCK,), tl.float32)
-    part = parts + token * (TOP_K + NUM_SHARED) * num_columns + column
+    part = parts + token * PAIRS * num_columns + column
     for k in tl.static_range(TOP_K):
         routed += tl.load(part + k * num_columns, mask=is_column, other=0.0).to(tl.float32)
     together = tl.zeros((BLOCK,), tl.float32)
@@ -485,6 +493,7 @@ FEW_TOKENS = {NVFP4: 4, FP8: 4, BF16: 4}
 # By scheme: what the same tokens take instead, every pair a tile of its own on tensor cores.
 SINGLE_TILES = {FP8: GroupTiles(64, 16, 256, 4, 4)}
 ALIGN_CHUNK = 2048  # pairs at a time
+_ITEM_BYTES = {FP8: 1, BF16: 2}
 # By scheme: from how many pairs an expert on, the tile.
 GROUP_TILES = {
     NVFP4: (
@@ -495,9 +504,12 @@ GROUP_TILES = {
     FP8: (
         (0, GroupTiles(128, 16, 128, 8, 4)),
         (48, GroupTiles(128, 64, 128, 4, 3)),
+        (96, GroupTiles(128, 128, 128, 8, 3, fast=True)),
     ),
-    BF16: ((0, GroupTiles(64, 16, 64, 4, 4)), (24, GroupTiles(64, 64, 64, 4, 4)), (96, GroupTiles(128, 128, 64, 8, 3))),
+    BF16: ((0, GroupTiles(64, 16, 64, 4, 4)), (24, GroupTiles(64, 64, 64, 4, 4)), (96, GroupTiles(256, 128, 64, 8, 4))),
 }
+# Where the down projection takes another tile, of as many pairs.
+DOWN_TILES = {FP8: ((96, GroupTiles(256, 128, 64, 8, 5, fast=True)),)}
 
 
 def experts(
@@ -521,12 +533,12 @@ def experts(
     num_tokens, top_k = ids.shape
     if not invariant and num_tokens <= min(FEW_TOKENS[up.scheme], FEW_TOKENS[down.scheme]):
         if up.scheme == down.scheme and (single := SINGLE_TILES.get(up.scheme)):
-            single = _fitting(single)
+            single = _fitting(single, up.scheme)
             return experts_by_group(x, ids, weights, up, down, routed_scale, shared, single, single, single=True)
         by_row = ROW_TILES[up.scheme][0], ROW_TILES[down.scheme][1]
         return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *by_row)
     per_expert = 0.0 if invariant else pairs_per_expert(num_tokens, top_k, up)
-    by_group = group_tiles(up.scheme, per_expert), group_tiles(down.scheme, per_expert)
+    by_group = group_tiles(up.scheme, per_expert), group_tiles(down.scheme, per_expert, is_down=True)
     return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *by_group)
 
 
@@ -535,17 +547,22 @@ def pairs_per_expert(num_tokens: int, top_k: int, bank: ExpertWeights) -> float:
     return num_tokens * top_k / (len(bank.codes) - bank.num_shared)
 
 
-def group_tiles(scheme: int, per_expert: float) -> GroupTiles:
+def group_tiles(scheme: int, per_expert: float, is_down: bool = False) -> GroupTiles:
     """The tile for so many pairs an expert."""
     if scheme == NVFP4 and capability() in TENSOR_MEMORY:
         per_expert = 0.0
-    tiles = next(tiles for least, tiles in reversed(GROUP_TILES[scheme]) if per_expert >= least)
-    return _fitting(tiles)
+    table = (*GROUP_TILES[scheme], *(DOWN_TILES.get(scheme, ()) if is_down else ()))
+    return _fitting(next(tiles for least, tiles in reversed(table) if per_expert >= least), scheme)
 
 
-def _fitting(tiles: GroupTiles) -> GroupTiles:
+def _fitting(tiles: GroupTiles, scheme: int) -> GroupTiles:
     """The tile with as many stages as the GPU's shared memory has room for."""
-    return replace(tiles, num_stages=2) if capability() in SMALL_SHARED else tiles
+    if capability() in SMALL_SHARED:
+        return replace(tiles, num_stages=2)
+    stage_bytes = (tiles.rows + tiles.pairs) * tiles.columns * _ITEM_BYTES.get(scheme, 0)
+    while tiles.num_stages > 2 and tiles.num_stages * stage_bytes > shared_memory():
+        tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+    return tiles
 
 
 def experts_by_row(
@@ -617,7 +634,7 @@ def experts_by_group(
 
 
 def empty_parts(x: Tensor, num_tokens: int, top_k: int, down: ExpertWeights) -> tuple[Tensor, Tensor | None]:
-    """What the down projection writes: (pairs, in) bfloat16 of the routing's experts, and (T, num_shared, in) float32
+    """What the down projection writes: (pairs, in) bfloat16, of the routing's experts alone, and (T, num_shared, in) float32
     of the shared one's pieces, None where there are none."""
     num_shared, size = down.num_shared, x.shape[1]
     parts = torch.empty(num_tokens * (top_k + num_shared), size, dtype=x.dtype, device=x.device)
@@ -629,12 +646,13 @@ def empty_parts(x: Tensor, num_tokens: int, top_k: int, down: ExpertWeights) -> 
 def combine(parts: Tensor, pieces: Tensor | None, top_k: int, routed_scale: float, shared: Tensor | None) -> Tensor:
     """`empty_parts`, filled: each token's weighted sum, scaled, and the shared part: (T, in) bfloat16."""
     num_shared, size = 0 if pieces is None else pieces.shape[1], parts.shape[1]
-    num_tokens = len(parts) // (top_k + num_shared)
+    num_tokens = len(parts) // top_k if pieces is None else len(pieces)
     out = torch.empty(num_tokens, size, dtype=parts.dtype, device=parts.device)
     pdl, block = uses_pdl(), min(1024, triton.next_power_of_2(size))
     combine_kernel[num_tokens, triton.cdiv(size, block)](
         parts, pieces, shared, _row_stride(shared), routed_scale, out, size,
-        TOP_K=top_k, NUM_SHARED=num_shared, HAS_SHARED=shared is not None, BLOCK=block, PDL=pdl, **launch_options(pdl),
+        TOP_K=top_k, PAIRS=len(parts) // max(num_tokens, 1), NUM_SHARED=num_shared, HAS_SHARED=shared is not None,
+        BLOCK=block, PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
     return out
 

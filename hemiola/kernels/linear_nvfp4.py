@@ -146,7 +146,8 @@ def linear_nvfp4(
     """
     num_tokens = len(x)
     if not invariant:
-        if num_tokens >= nvfp4_wgmma.LEAST_TOKENS and nvfp4_wgmma.takes(x, num_rows, words.shape[1]):
+        least = nvfp4_wgmma.LEAST_TOKENS if num_rows < MANY_ROWS else nvfp4_wgmma.LEAST_TOKENS_OF_MANY
+        if num_tokens >= least and nvfp4_wgmma.takes(x, num_rows, words.shape[1]):
             return nvfp4_wgmma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale)
         for most, few_rows, many_rows in MMA_TILES:
             tile = many_rows if num_rows >= MANY_ROWS else few_rows

@@ -346,6 +346,7 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
 // expert is experts[y]; nothing happens from y = *num_tiles on. With experts alone, which are the routed ids then: pair
 // y, of its own expert. With neither: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
 // The last num_shared of num_experts are pieces of the shared expert, which each token takes after top_k others.
+// With flag 16 alone: all tokens' pairs with these, tile by tile, one piece after the other.
 // flags: 1 squared ReLU, 2 times pair_weights, but float32 into pieces (tokens, num_shared, rows) for those of the shared
 // expert, 4 quantised to e4m3 (out is bytes then), with out_scales[expert], or out_scale; 8 experts, sorted_pairs and
 // num_tiles were written before the kernel before this one, which waited for them.
@@ -363,10 +364,11 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     Products<NT> products;
     const int tile = blockIdx.y, pairs_per_token = top_k + num_shared, routed = num_experts - num_shared;
     const int k = tile % pairs_per_token;
-    const bool is_plain = experts == nullptr, is_early = is_plain || flags & 8;
-    const bool is_known = is_plain || (sorted_pairs == nullptr && k >= top_k);
+    const bool is_pieces = flags & 16, is_plain = experts == nullptr && !is_pieces, is_early = is_plain || flags & 8;
+    const bool is_known = is_plain || is_pieces || (sorted_pairs == nullptr && k >= top_k);
+    const int tokens = num_tokens / pairs_per_token, token_tiles = (tokens + 8 * NT - 1) / (8 * NT);
     // Lane n: the pair, or token, of the tile's place n; num_tokens in one that is empty.
-    int own, expert = is_plain ? 0 : routed + k - top_k;
+    int own, expert = is_plain ? 0 : is_pieces ? routed + tile / token_tiles : routed + k - top_k;
     const auto start = [&] {
         const i64 bank = expert * whole_rows(num_rows);
         products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), row, num_rows, columns, row_bytes,
@@ -376,6 +378,9 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     if (!is_early) gdc_wait();
     if (is_plain) {
         own = min(tile * 8 * NT + lane, num_tokens);
+    } else if (is_pieces) {
+        const int token = tile % token_tiles * 8 * NT + lane;
+        own = token < tokens ? token * pairs_per_token + top_k + tile / token_tiles : num_tokens;
     } else if (sorted_pairs == nullptr) {
         own = lane == 0 ? tile : num_tokens;
         if (!is_known) expert = load_early(experts + tile / pairs_per_token * top_k + k);

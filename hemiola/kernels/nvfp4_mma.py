@@ -20,7 +20,7 @@ from hemiola.kernels.launch import is_interpreted, shared_memory, uses_pdl
 from hemiola.kernels.tiles import PIECE_BYTES
 
 LINEAR, EXPERTS = "linear_rows_kernel", "experts_rows_kernel"
-_RELU_SQUARED, _WEIGHTED, _QUANTISED, _EARLY = 1, 2, 4, 8
+_RELU_SQUARED, _WEIGHTED, _QUANTISED, _EARLY, _PIECES = 1, 2, 4, 8, 16
 _STEP_COLUMNS = {BF16: 32, FP8: 64, NVFP4: 128}  # of PIECE_BYTES each
 
 
@@ -54,12 +54,14 @@ DIRECT = {
     FP8: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)), *[(RowsTile(8, 4, 2, 4), DownTile(2, 2))] * 3),
     BF16: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)),) * 4,
 }
+TOGETHER_TOKENS = 32  # most for which the shared expert's pieces are among the tiles of the others
+PIECE_TILES = ((64, RowsTile(16, 8, 2, 2)), (1 << 31, RowsTile(32, 8, 2, 2)))  # otherwise theirs, by the most tokens
 DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
     NVFP4: ((8.0, RowsTile(8, 8, 1, 2)), (18.0, RowsTile(16, 12, 1, 2))),
-    FP8: ((8.0, RowsTile(8, 8, 1, 4)), (18.0, RowsTile(16, 8, 1, 4))),
-    BF16: ((8.0, RowsTile(8, 8, 1, 4)), (18.0, RowsTile(16, 8, 1, 4))),
+    FP8: ((5.0, RowsTile(8, 8, 1, 4)), (18.0, RowsTile(16, 12, 1, 4))),
+    BF16: ((5.0, RowsTile(8, 8, 1, 4)), (30.0, RowsTile(16, 12, 1, 4))),
 }
 
 
@@ -166,10 +168,23 @@ def experts(
         project(x, pairs_per_token, up, top_k, None, ids, None, hidden, tile, out_scales=down_.input_scale)
         return down(hidden, down_, ids, weights, shared, routed_scale, x.shape[1], down_tile)
     tile = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up))
-    groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
-    project(x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale)
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
-    project(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
+    if not up.num_shared or num_tokens <= TOGETHER_TOKENS:
+        groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
+        project(x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale)
+        project(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
+        return combine(parts, pieces, top_k, routed_scale, shared)
+    # The pieces have every token: in launches of their own they take tiles of more, and are decoded less often.
+    row_bytes = max(bank.codes.shape[2] * bank.codes.element_size() for bank in (up, down_))
+    wide = piece_tile(scheme, num_tokens, row_bytes, tile)
+    between = torch.empty(num_tokens * up.num_shared, up.codes.shape[1], dtype=hidden_type, device=x.device)
+    hidden, parts = hidden[: num_tokens * top_k], parts[: num_tokens * top_k]
+    only = up._replace(num_shared=0), down_._replace(num_shared=0)
+    groups, none = align(ids, len(up.codes) - up.num_shared, tile.tokens), (None, None, None)
+    project(x, top_k, only[0], top_k, *groups, hidden, tile, out_scales=down_.input_scale)
+    project(x, up.num_shared, up, 0, *none, between, wide, out_scales=down_.input_scale)
+    project(hidden, 1, only[1], top_k, *groups, parts, tile, pair_weights=weights)
+    project(between, 1, down_, 0, *none, between, wide, pair_weights=weights, pieces=pieces, num_rows=x.shape[1])
     return combine(parts, pieces, top_k, routed_scale, shared)
 
 
@@ -177,6 +192,19 @@ def group_tile(scheme: int, per_expert: float) -> RowsTile:
     """The tile for so many pairs an expert, the last one for more."""
     tiles = GROUP_TILES[scheme]
     return next((tile for most, tile in tiles if per_expert <= most), tiles[-1][1])
+
+
+def piece_tile(scheme: int, num_tokens: int, row_bytes: int, least: RowsTile) -> RowsTile:
+    """The tile for the shared expert's pieces; `least` where a block has no room for it."""
+    room = shared_memory()
+    return next(
+        (
+            tile
+            for most, tile in PIECE_TILES
+            if num_tokens <= most and rows_shared_bytes(scheme, tile, row_bytes) <= room
+        ),
+        least,
+    )
 
 
 def linear(
@@ -217,11 +245,12 @@ def project(
     bank: ExpertWeights,
     top_k: int,
     sorted_pairs: Tensor | None,
-    experts: Tensor,
+    experts: Tensor | None,
     num_tiles: Tensor | None,
     out: Tensor,
     tile: RowsTile,
     *,
+    num_rows: int = 0,
     out_scales: Tensor | None = None,
     pair_weights: Tensor | None = None,
     pieces: Tensor | None = None,
@@ -232,12 +261,19 @@ def project(
     Without pair_weights: up, with its squared ReLU; with them: down, weighted, and right behind an up projection of the
     same groups, which it begins to read before up has ended. Row p // pairs_per_x of x belongs to pair p; bfloat16, or
     e4m3 for down. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without
-    sorted_pairs each pair is alone, and experts are the routed ids.
+    sorted_pairs each pair is alone, and experts are the routed ids; without any, pairs are those of every token with the
+    shared expert's pieces. num_rows: of the weights, where out is not written and has others.
     """
-    num_rows, row_bytes = out.shape[1], bank.codes.shape[2] * bank.codes.element_size()
+    num_rows = num_rows or out.shape[1]
+    row_bytes = bank.codes.shape[2] * bank.codes.element_size()
     flags = _RELU_SQUARED if pair_weights is None else _WEIGHTED | _EARLY
+    if experts is None:
+        flags |= _PIECES
+        num_tiles_at_most = triton.cdiv(len(out) // bank.num_shared, tile.tokens) * bank.num_shared
+    else:
+        num_tiles_at_most = len(out) if sorted_pairs is None else experts.numel()
     _rows_function(bank.scheme, tile, EXPERTS).launch(
-        (triton.cdiv(num_rows, 16 * tile.rows), len(out) if sorted_pairs is None else experts.numel(), 1),
+        (triton.cdiv(num_rows, 16 * tile.rows), num_tiles_at_most, 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
             x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, experts, num_tiles, pair_weights,

@@ -36,7 +36,8 @@ class WideTile(NamedTuple):
 
 EXPERTS_TILE = WideTile(128, 2)
 # From so many pairs an expert, on average, and so many tokens of a linear.
-LEAST_PAIRS, LEAST_TOKENS = 24.0, 256
+LEAST_PAIRS, LEAST_TOKENS = 24.0, 128
+LEAST_TOKENS_OF_MANY = 17  # rows, so many that they fill a GPU in tiles of 256
 
 
 def product(tokens: int) -> str:

@@ -182,7 +182,7 @@ def _fused_shared(num_experts: int, tiles: int) -> int:
 def fused_tiles(num_tokens: int, num_experts: int) -> int:
     """Tiles of a cluster: as few as fill the GPU once."""
     fitting = [tiles for tiles in _FUSED_TILES if _fused_shared(num_experts, tiles) <= _STATIC_SHARED]
-    clusters = num_sms() // _CLUSTER
+    clusters = num_sms() * 3 // 4 // _CLUSTER  # that find room at once: processors come in groups of 16 or 18
     return next((tiles for tiles in fitting if num_tokens <= _CLUSTER * tiles * clusters), fitting[-1])
 
 

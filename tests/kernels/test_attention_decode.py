@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hemiola.kernels import attention_decode as kernels
 from hemiola.kernels.attention_decode import DecodeTiling, attention_decode
-from hemiola.kernels.split_k import tickets
 from hemiola.ops.paged_attention import paged_attention_decode
 from tests.support.numerics import assert_ledger, bf16, generator, randn
 from tests.support.paged import Paged, attend
@@ -138,18 +136,3 @@ def test_strided_queries_and_no_rows() -> None:
     view = wide[:, 1]
     assert torch.equal(run(view, paged, 0.2), run(view.contiguous(), paged, 0.2))
     assert run(view, paged, 0.2, rows=slice(0, 0)).shape == (0, 4, 32)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
-def test_the_last_split_combines_as_a_second_kernel_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One split, two, more than are loaded at a time, and none."""
-    g = generator(8)
-    paged = Paged(g, [16, 20, 100, 0, 128], 2, 48, dtype, mark=8.0)
-    q = randn(g, 5, 10, 48, dtype=torch.bfloat16)
-    fused = run(q, paged, 0.2, tiling=SMALL)
-    assert torch.count_nonzero(tickets(q.device)) == 0
-    monkeypatch.setattr(kernels, "FUSED_SPLITS", 0)
-    apart = run(q, paged, 0.2, tiling=SMALL)
-    assert torch.count_nonzero(tickets(q.device)) == 0
-    defects = {"another row": apart.double().roll(1, 0), "another head": apart.double().roll(1, 1)}
-    assert_ledger(fused, apart.double(), defects)
