@@ -17,7 +17,7 @@ from hemiola.errors import CheckpointError
 from hemiola.formats.checkpoint import INDEX
 from hemiola.formats.weight import Scheme, Weight
 from hemiola.inspect import build_report
-from hemiola.model.linear import Linear
+from hemiola.model.linear import Linear, Linears
 from hemiola.model.mixers.moe import MoEMixer
 from hemiola.ops import KeptForms, Ops
 from hemiola.ops.table import Path as OpPath
@@ -122,7 +122,9 @@ def live_weights(llm: LLM) -> dict[str, Weight]:
     found = [model.embeddings, model.lm_head.weight]
     for layer in model.layers:
         for part in (layer.mixer, getattr(layer.mixer, "shared", None)):
-            found += [linear.weight for linear in vars(part or model.ops).values() if isinstance(linear, Linear)]
+            for held in vars(part or model.ops).values():
+                linears = held.linears if isinstance(held, Linears) else (held,) if isinstance(held, Linear) else ()
+                found += [linear.weight for linear in linears]
         if isinstance(layer.mixer, MoEMixer):
             found += [layer.mixer.router.gate, *layer.mixer.up, *layer.mixer.down]
     return {weight.name: weight for weight in found}

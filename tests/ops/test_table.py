@@ -23,6 +23,7 @@ def odd(x: int) -> str | None:
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """`double` on both arms, with two device variants of limited taste; `negate` on the reference arm only."""
+    table.load_device_variants()  # once in a process: not into the toys' registry
     monkeypatch.setattr(table, "_registry", {})
     register(op="double", arm="reference", variant="torch", run=lambda x: ("torch", 2 * x))
     register(op="double", arm="device", variant="narrow", run=lambda x: ("narrow", 2 * x), unsupported=too_wide)
