@@ -188,7 +188,7 @@ def time_parts(
 ) -> None:
     """The grouped way's launches, each alone, with the default tiles."""
     num_pairs = len(x) * TOP_K
-    tiles = kernels.group_tiles(scheme, num_pairs / NUM_EXPERTS)
+    tiles = kernels.group_tiles(banks[0][0], num_pairs / NUM_EXPERTS)
     hidden_type = torch.float8_e4m3fn if scheme == FP8 else torch.bfloat16
     hidden = torch.zeros(num_pairs, INTER, device="cuda", dtype=torch.bfloat16).to(hidden_type)
     parts = torch.empty(num_pairs, HIDDEN, device="cuda", dtype=torch.bfloat16)

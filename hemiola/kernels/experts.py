@@ -30,7 +30,6 @@ from hemiola.kernels.launch import (
     gdc_launch_dependents,
     gdc_wait,
     launch_options,
-    shared_memory,
     uses_pdl,
 )
 from hemiola.kernels.nvfp4 import (
@@ -435,21 +434,22 @@ def grouped_kernel(
         if SCHEME != _BF16:
             acc *= tl.load(scale + expert)
         is_mine = is_pair[None, :] & (row < num_rows)[:, None]
-        offset = pair.to(tl.int64)[None, :] * num_rows + row[:, None]
         if IS_UP:
             result = _relu_squared(acc)
             if QUANTISE_OUT:
                 result = quantise(result.to(tl.float32), tl.load(next_input_scale + expert))
-            tl.store(out + offset, result, mask=is_mine)
+            tl.store(out + pair.to(tl.int64)[None, :] * num_rows + row[:, None], result, mask=is_mine)
+        elif NUM_SHARED > 0:
+            if expert < NUM_EXPERTS - NUM_SHARED:
+                weight = tl.load(pair_weights + routed_place(pair, TOP_K, NUM_SHARED), mask=is_pair, other=0.0)
+                part = (acc * weight[None, :]).to(tl.bfloat16)
+                tl.store(out + pair.to(tl.int64)[None, :] * num_rows + row[:, None], part, mask=is_mine)
+            else:
+                place = pair // (TOP_K + NUM_SHARED) * NUM_SHARED + (expert - (NUM_EXPERTS - NUM_SHARED))
+                tl.store(pieces + place[None, :] * num_rows + row[:, None], acc, mask=is_mine)
         else:
-            is_routed = is_mine
-            if NUM_SHARED > 0:
-                own_piece = expert - (NUM_EXPERTS - NUM_SHARED)
-                is_routed = is_mine & (own_piece < 0)
-                place = pair.to(tl.int64) // (TOP_K + NUM_SHARED) * NUM_SHARED + own_piece
-                tl.store(pieces + place[None, :] * num_rows + row[:, None], acc, mask=is_mine & (own_piece >= 0))
-            weight = tl.load(pair_weights + routed_place(pair, TOP_K, NUM_SHARED), mask=is_pair, other=0.0)
-            tl.store(out + offset, (acc * weight[None, :]).to(tl.bfloat16), mask=is_routed)
+            part = (acc * tl.load(pair_weights + pair, mask=is_pair, other=0.0)[None, :]).to(tl.bfloat16)
+            tl.store(out + pair.to(tl.int64)[None, :] * num_rows + row[:, None], part, mask=is_mine)
 
 
 @triton.jit
@@ -493,7 +493,6 @@ FEW_TOKENS = {NVFP4: 4, FP8: 4, BF16: 4}
 # By scheme: what the same tokens take instead, every pair a tile of its own on tensor cores.
 SINGLE_TILES = {FP8: GroupTiles(64, 16, 256, 4, 4)}
 ALIGN_CHUNK = 2048  # pairs at a time
-_ITEM_BYTES = {FP8: 1, BF16: 2}
 # By scheme: from how many pairs an expert on, the tile.
 GROUP_TILES = {
     NVFP4: (
@@ -504,12 +503,14 @@ GROUP_TILES = {
     FP8: (
         (0, GroupTiles(128, 16, 128, 8, 4)),
         (48, GroupTiles(128, 64, 128, 4, 3)),
-        (96, GroupTiles(128, 128, 128, 8, 3, fast=True)),
     ),
-    BF16: ((0, GroupTiles(64, 16, 64, 4, 4)), (24, GroupTiles(64, 64, 64, 4, 4)), (96, GroupTiles(256, 128, 64, 8, 4))),
+    BF16: ((0, GroupTiles(64, 16, 64, 4, 4)), (24, GroupTiles(64, 64, 64, 4, 4)), (96, GroupTiles(128, 128, 64, 8, 3))),
 }
-# Where the down projection takes another tile, of as many pairs.
-DOWN_TILES = {FP8: ((96, GroupTiles(256, 128, 64, 8, 5, fast=True)),)}
+# On Hopper, from how many pairs an expert on, those of up and of down, of as many pairs.
+HOPPER_TILES = {
+    FP8: (96, GroupTiles(128, 128, 128, 8, 3, fast=True), GroupTiles(256, 128, 64, 8, 5, fast=True)),
+    BF16: (96, GroupTiles(256, 128, 64, 8, 4), GroupTiles(256, 128, 64, 8, 4)),
+}
 
 
 def experts(
@@ -533,12 +534,12 @@ def experts(
     num_tokens, top_k = ids.shape
     if not invariant and num_tokens <= min(FEW_TOKENS[up.scheme], FEW_TOKENS[down.scheme]):
         if up.scheme == down.scheme and (single := SINGLE_TILES.get(up.scheme)):
-            single = _fitting(single, up.scheme)
+            single = _fitting(single)
             return experts_by_group(x, ids, weights, up, down, routed_scale, shared, single, single, single=True)
         by_row = ROW_TILES[up.scheme][0], ROW_TILES[down.scheme][1]
         return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *by_row)
     per_expert = 0.0 if invariant else pairs_per_expert(num_tokens, top_k, up)
-    by_group = group_tiles(up.scheme, per_expert), group_tiles(down.scheme, per_expert, is_down=True)
+    by_group = group_tiles(up, per_expert), group_tiles(down, per_expert, is_down=True)
     return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *by_group)
 
 
@@ -547,22 +548,22 @@ def pairs_per_expert(num_tokens: int, top_k: int, bank: ExpertWeights) -> float:
     return num_tokens * top_k / (len(bank.codes) - bank.num_shared)
 
 
-def group_tiles(scheme: int, per_expert: float, is_down: bool = False) -> GroupTiles:
+def group_tiles(bank: ExpertWeights, per_expert: float, is_down: bool = False) -> GroupTiles:
     """The tile for so many pairs an expert."""
-    if scheme == NVFP4 and capability() in TENSOR_MEMORY:
-        per_expert = 0.0
-    table = (*GROUP_TILES[scheme], *(DOWN_TILES.get(scheme, ()) if is_down else ()))
-    return _fitting(next(tiles for least, tiles in reversed(table) if per_expert >= least), scheme)
+    scheme = bank.scheme
+    if capability() == 90 and scheme in HOPPER_TILES:
+        least, up_tiles, down_tiles = HOPPER_TILES[scheme]
+        if per_expert >= least:
+            return down_tiles if is_down else up_tiles
+    if scheme == NVFP4 and (capability() in TENSOR_MEMORY or (is_down and bank.num_shared)):
+        # Eight decoded tiles have no room in tensor memory, nor beside two kinds of results in registers.
+        per_expert = 0.0 if capability() in TENSOR_MEMORY else min(per_expert, 71.0)
+    return _fitting(next(tiles for least, tiles in reversed(GROUP_TILES[scheme]) if per_expert >= least))
 
 
-def _fitting(tiles: GroupTiles, scheme: int) -> GroupTiles:
+def _fitting(tiles: GroupTiles) -> GroupTiles:
     """The tile with as many stages as the GPU's shared memory has room for."""
-    if capability() in SMALL_SHARED:
-        return replace(tiles, num_stages=2)
-    stage_bytes = (tiles.rows + tiles.pairs) * tiles.columns * _ITEM_BYTES.get(scheme, 0)
-    while tiles.num_stages > 2 and tiles.num_stages * stage_bytes > shared_memory():
-        tiles = replace(tiles, num_stages=tiles.num_stages - 1)
-    return tiles
+    return replace(tiles, num_stages=2) if capability() in SMALL_SHARED else tiles
 
 
 def experts_by_row(
@@ -634,8 +635,8 @@ def experts_by_group(
 
 
 def empty_parts(x: Tensor, num_tokens: int, top_k: int, down: ExpertWeights) -> tuple[Tensor, Tensor | None]:
-    """What the down projection writes: (pairs, in) bfloat16, of the routing's experts alone, and (T, num_shared, in) float32
-    of the shared one's pieces, None where there are none."""
+    """What the down projection writes: (pairs, in) bfloat16, of the routing's experts alone, and (T, num_shared, in)
+    float32 of the shared one's pieces, None where there are none."""
     num_shared, size = down.num_shared, x.shape[1]
     parts = torch.empty(num_tokens * (top_k + num_shared), size, dtype=x.dtype, device=x.device)
     if not num_shared:

@@ -39,6 +39,7 @@ class Geometry(NamedTuple):
 
 # By the most rows that a tile is for. No bit depends on the tile.
 TILES = ((4, Tile(1, 4)), (1 << 30, Tile(2, 8, streams=False)))
+_OTHERWISE = Tile(1, 8)
 
 
 @cache
@@ -75,8 +76,9 @@ def fitted(tile: Tile, geometry: Geometry) -> Tile | None:
     return None
 
 
-def table_tile(num_rows: int) -> Tile:
-    return next(tile for most, tile in TILES if num_rows <= most)
+def table_tile(num_rows: int, geometry: Geometry) -> Tile | None:
+    """For so many rows; another one where it does not fit, None where none does."""
+    return fitted(next(tile for most, tile in TILES if num_rows <= most), geometry) or fitted(_OTHERWISE, geometry)
 
 
 def unsupported(z: Tensor, conv_weight: Tensor, ssm_state: Tensor, state_indices: Tensor, groups: int) -> str | None:
@@ -88,7 +90,7 @@ def unsupported(z: Tensor, conv_weight: Tensor, ssm_state: Tensor, state_indices
         return reason
     if state_size != _STATE or conv_weight.shape[1] != _WIDTH:
         return f"states of {state_size} and convolutions of {conv_weight.shape[1]} are not {_STATE} and {_WIDTH}"
-    if any(fitted(tile, Geometry(heads, groups, head_dim)) is None for _, tile in TILES):
+    if any(table_tile(most, Geometry(heads, groups, head_dim)) is None for most, _ in TILES):
         return f"groups of {heads // groups} heads of {head_dim} fill no cluster"
     if state_indices.dtype != torch.int32:
         return f"slots are {str(state_indices.dtype).removeprefix('torch.')}, not int32"
@@ -129,7 +131,7 @@ def mamba2_update(
     if not num_rows:
         return out
     geometry = Geometry(heads, inner // group_size, head_dim)
-    tile = fitted(tile or table_tile(num_rows), geometry)
+    tile = fitted(tile, geometry) if tile else table_tile(num_rows, geometry)
     assert tile is not None, "unsupported() refuses these heads"
     threads = 32 * tile.heads * head_dim // tile.rows
     _function(geometry, tile).launch(

@@ -15,7 +15,7 @@
 //
 // Defined from outside: SCHEME (0 bfloat16, 1 e4m3, 2 NVFP4), NT (tiles of 8 tokens), WR and WK (warps along rows, and
 // along columns: their sums are added in order), DEPTH (steps that a warp has under way, even), ROWS_KERNEL (a name, by
-// which a trace tells what it is for), TOP_K, NUM_SHARED and KS (of the down kernel).
+// which a trace tells what it is for), IS_LINEAR (one weight, no experts), TOP_K, NUM_SHARED and KS (of the down kernel).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -364,7 +364,8 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     Products<NT> products;
     const int tile = blockIdx.y, pairs_per_token = top_k + num_shared, routed = num_experts - num_shared;
     const int k = tile % pairs_per_token;
-    const bool is_pieces = flags & 16, is_plain = experts == nullptr && !is_pieces, is_early = is_plain || flags & 8;
+    constexpr bool is_plain = IS_LINEAR;
+    const bool is_pieces = !is_plain && flags & 16, is_early = is_plain || flags & 8;
     const bool is_known = is_plain || is_pieces || (sorted_pairs == nullptr && k >= top_k);
     const int tokens = num_tokens / pairs_per_token, token_tiles = (tokens + 8 * NT - 1) / (8 * NT);
     // Lane n: the pair, or token, of the tile's place n; num_tokens in one that is empty.
@@ -416,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
             sums[(wk * 8 * NT + n * 8 + t * 2 + i % 2) * 16 * WR + wr * 16 + g + i / 2 * 8] = products.sum(n, i);
     __syncthreads();
     const float scale = alpha != nullptr ? alpha[expert] : one_alpha;
-    const bool is_weighted = flags & 2, is_piece = is_weighted && expert >= routed;
+    const bool is_weighted = !is_plain && flags & 2, is_piece = is_weighted && expert >= routed;
     const float code_scale = out_scales != nullptr ? out_scales[expert] : out_scale;
     for (int base = 0; base < count * 8 * WR; base += 32 * WR * WK) {  // two rows a thread
         const int index = base + thread, n = index / (8 * WR), r = index % (8 * WR) * 2, row = blockIdx.x * 16 * WR + r;

@@ -74,15 +74,14 @@ def rows_options(scheme: int, tile: RowsTile, name: str) -> tuple[str, ...]:
     """What the source's macros stand for in the kernel for a tile."""
     return (
         f"-DSCHEME={scheme}", f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}",
-        f"-DDEPTH={tile.depth}", f"-DROWS_KERNEL={name}",
+        f"-DDEPTH={tile.depth}", f"-DROWS_KERNEL={name}", f"-DIS_LINEAR={int(name == LINEAR)}",
     )  # fmt: skip
 
 
 def down_options(scheme: int, tile: DownTile, top_k: int, num_shared: int) -> tuple[str, ...]:
     return (
-        f"-DSCHEME={scheme}", "-DNT=1", "-DWR=1", "-DWK=1", f"-DDEPTH={tile.depth}", f"-DTOP_K={top_k}",
-        f"-DNUM_SHARED={num_shared}",
-        f"-DKS={tile.splits}",
+        f"-DSCHEME={scheme}", "-DNT=1", "-DWR=1", "-DWK=1", "-DIS_LINEAR=0", f"-DDEPTH={tile.depth}",
+        f"-DTOP_K={top_k}", f"-DNUM_SHARED={num_shared}", f"-DKS={tile.splits}",
     )  # fmt: skip
 
 
@@ -261,8 +260,8 @@ def project(
     Without pair_weights: up, with its squared ReLU; with them: down, weighted, and right behind an up projection of the
     same groups, which it begins to read before up has ended. Row p // pairs_per_x of x belongs to pair p; bfloat16, or
     e4m3 for down. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without
-    sorted_pairs each pair is alone, and experts are the routed ids; without any, pairs are those of every token with the
-    shared expert's pieces. num_rows: of the weights, where out is not written and has others.
+    sorted_pairs each pair is alone, and experts are the routed ids; without any, pairs are those of every token with
+    the shared expert's pieces. num_rows: of the weights, where out is not written and has others.
     """
     num_rows = num_rows or out.shape[1]
     row_bytes = bank.codes.shape[2] * bank.codes.element_size()
