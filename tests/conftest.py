@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Every x86 machine computes the tests' sums in the same order: of the newer instructions some add in pairs. Libraries read
+# Every x86 machine computes the tests' sums in the same order: some newer instructions add in pairs. Libraries read
 # this when they are loaded.
 for _variable in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
     os.environ.setdefault(_variable, "AVX2")

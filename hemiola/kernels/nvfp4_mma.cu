@@ -15,7 +15,7 @@
 //
 // Defined from outside: SCHEME (0 bfloat16, 1 e4m3, 2 NVFP4), NT (tiles of 8 tokens), WR and WK (warps along rows, and
 // along columns: their sums are added in order), DEPTH (steps that a warp has under way, even), ROWS_KERNEL (a name, by
-// which a trace tells what it is for), IS_LINEAR (one weight, no experts), TOP_K, NUM_SHARED and KS (of the down kernel).
+// which a trace tells what it is for), MODE (below), TOP_K, NUM_SHARED and KS (of the down kernel).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -30,6 +30,7 @@ typedef long long i64;
 #define FP8 1
 #define NVFP4 2
 
+constexpr int LINEAR = 0, ALONE = 1, GROUPED = 2;
 static_assert(DEPTH % 2 == 0, "steps are loaded two at a time");
 
 // Eights of columns that a lane has of a step, and columns of a step.
@@ -291,8 +292,10 @@ __device__ __forceinline__ void spread_columns(u16 *to, u32x4 v, int c) {
 
 // `count` rows of x, eight columns at a time, by all threads together; zeros behind a row's end. row(n): where the
 // n-th begins; a warp's lanes call it together, also for rows past the last. x is bfloat16, which for e4m3 weights is
-// quantised with `scale`; CODES: it is e4m3.
-template <bool CODES, typename Row>
+// quantised with `scale`. HOW: CODES, it is e4m3; IN_PLACE, for NVFP4, it lies as the products read it, in whole steps.
+enum { AS_IT_IS, CODES, IN_PLACE };
+
+template <int HOW, typename Row>
 __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int steps, float scale, Row row) {
     const int chunks = steps * STEP_COLUMNS / 8, x_row = padded_row(steps), threads = blockDim.x;
 #if SCHEME == FP8
@@ -313,8 +316,10 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
             chunk += threads;
             v[i] = {0, 0, 0, 0};
             const u8 *from = row(rows[i]);
-            if (rows[i] < count && columns_of[i] < columns) {
-                if (CODES) {
+            // In place a piece has columns of one half of a step, 64 of them eight apart.
+            const int first = HOW == IN_PLACE ? columns_of[i] / 128 * 128 + columns_of[i] / 16 % 2 * 64 : columns_of[i];
+            if (rows[i] < count && first < columns) {
+                if (HOW == CODES) {
                     const u32x2 codes = *(const u32x2 *)(from + columns_of[i]);
                     v[i].x = codes.x, v[i].y = codes.y;
                 } else {
@@ -326,7 +331,7 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
         for (int i = 0; i < 4; i++) {
             if (rows[i] >= count) continue;
 #if SCHEME == FP8
-            if (CODES) {
+            if (HOW == CODES) {
                 u32 a[4];
                 decode(v[i].x, v[i].y, a);
                 v[i] = {a[0], a[1], a[2], a[3]};
@@ -335,22 +340,25 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
                         quantise2(v[i].z, scale, inverse), quantise2(v[i].w, scale, inverse)};
             }
 #endif
-            spread_columns(to + rows[i] * x_row, v[i], columns_of[i]);
+            if (HOW == IN_PLACE)
+                *(u32x4 *)(to + rows[i] * x_row + columns_of[i]) = v[i];
+            else
+                spread_columns(to + rows[i] * x_row, v[i], columns_of[i]);
         }
     }
 }
 
 // A tile of up to 8 NT tokens or pairs times 16 WR rows of one weight. alpha: by expert; null: one_alpha.
 //
-// Tile y. With sorted_pairs: its pairs are sorted_pairs[8 NT y ..], those below num_tokens, which come first, and its
-// expert is experts[y]; nothing happens from y = *num_tiles on. With experts alone, which are the routed ids then: pair
-// y, of its own expert. With neither: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
+// Tile y. GROUPED: its pairs are sorted_pairs[8 NT y ..], those below num_tokens, which come first, and its expert is
+// experts[y]; nothing happens from y = *num_tiles on. ALONE: pair y, of its own expert; experts are the routed ids.
+// LINEAR: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
 // The last num_shared of num_experts are pieces of the shared expert, which each token takes after top_k others.
-// With flag 16 alone: all tokens' pairs with these, tile by tile, one piece after the other.
 // flags: 1 squared ReLU, 2 times pair_weights, but float32 into pieces (tokens, num_shared, rows) for those of the shared
 // expert, 4 quantised to e4m3 (out is bytes then), with out_scales[expert], or out_scale; 8 experts, sorted_pairs and
 // num_tiles were written before the kernel before this one, which waited for them.
-// x: bfloat16; for e4m3 weights quantised with input_scales[expert], or e4m3 without them.
+// x: bfloat16; for e4m3 weights quantised with input_scales[expert], or e4m3 without them. For NVFP4 weights, 16: rows of
+// out, and 32: of x, have whole steps of 128 columns, in the order in which products read them.
 extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const u8 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *sorted_pairs,
     const int *experts, const int *num_tiles, const float *pair_weights, void *out, float *pieces, float one_alpha,
@@ -363,35 +371,37 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const int first = split_at(steps, wk, WK), last = row < num_rows ? split_at(steps, wk + 1, WK) : first;
     Products<NT> products;
     const int tile = blockIdx.y, pairs_per_token = top_k + num_shared, routed = num_experts - num_shared;
-    const int k = tile % pairs_per_token;
-    constexpr bool is_plain = IS_LINEAR;
-    const bool is_pieces = !is_plain && flags & 16, is_early = is_plain || flags & 8;
-    const bool is_known = is_plain || is_pieces || (sorted_pairs == nullptr && k >= top_k);
-    const int tokens = num_tokens / pairs_per_token, token_tiles = (tokens + 8 * NT - 1) / (8 * NT);
     // Lane n: the pair, or token, of the tile's place n; num_tokens in one that is empty.
-    int own, expert = is_plain ? 0 : is_pieces ? routed + tile / token_tiles : routed + k - top_k;
+    int own, expert = 0;
     const auto start = [&] {
         const i64 bank = expert * whole_rows(num_rows);
         products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), row, num_rows, columns, row_bytes,
                        first, last);
     };
-    if (is_known) start();
-    if (!is_early) gdc_wait();
-    if (is_plain) {
+    if (MODE == LINEAR) {
+        start();
+        gdc_wait();
         own = min(tile * 8 * NT + lane, num_tokens);
-    } else if (is_pieces) {
-        const int token = tile % token_tiles * 8 * NT + lane;
-        own = token < tokens ? token * pairs_per_token + top_k + tile / token_tiles : num_tokens;
-    } else if (sorted_pairs == nullptr) {
-        own = lane == 0 ? tile : num_tokens;
-        if (!is_known) expert = load_early(experts + tile / pairs_per_token * top_k + k);
     } else {
-        if (tile >= load_early(num_tiles)) return;
-        expert = load_early(experts + tile);
-        own = lane < 8 * NT ? load_early(sorted_pairs + tile * 8 * NT + lane) : num_tokens;
+        const bool is_early = flags & 8;
+        const int k = tile % pairs_per_token;
+        const bool is_known = MODE == ALONE && k >= top_k;
+        if (is_known) {
+            expert = routed + k - top_k;
+            start();
+        }
+        if (!is_early) gdc_wait();
+        if (MODE == ALONE) {
+            own = lane == 0 ? tile : num_tokens;
+            if (!is_known) expert = load_early(experts + tile / pairs_per_token * top_k + k);
+        } else {
+            if (tile >= load_early(num_tiles)) return;
+            expert = load_early(experts + tile);
+            own = lane < 8 * NT ? load_early(sorted_pairs + tile * 8 * NT + lane) : num_tokens;
+        }
+        if (!is_known) start();
+        if (is_early) gdc_wait();
     }
-    if (!is_known) start();
-    if (is_early) gdc_wait();
     gdc_launch_dependents();
     const int count = min(__popc(__ballot_sync(0xFFFFFFFFu, own < num_tokens)), 8 * NT);
     const int own_row = own / pairs_per_x;
@@ -400,9 +410,11 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const i64 x_bytes = is_codes ? x_stride : 2 * x_stride;
     const auto x_of = [&](int n) { return x + __shfl_sync(0xFFFFFFFFu, own_row, n) * x_bytes; };
     if (is_codes)
-        copy_rows<true>(xs, count, columns, steps, 1.f, x_of);
+        copy_rows<CODES>(xs, count, columns, steps, 1.f, x_of);
+    else if (SCHEME == NVFP4 && MODE != LINEAR && flags & 32)
+        copy_rows<IN_PLACE>(xs, count, columns, steps, 1.f, x_of);
     else
-        copy_rows<false>(xs, count, columns, steps, SCHEME == FP8 ? input_scales[expert] : 1.f, x_of);
+        copy_rows<AS_IT_IS>(xs, count, columns, steps, SCHEME == FP8 ? input_scales[expert] : 1.f, x_of);
     __syncthreads();
     const u16 *place[NT];
 #pragma unroll
@@ -417,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
             sums[(wk * 8 * NT + n * 8 + t * 2 + i % 2) * 16 * WR + wr * 16 + g + i / 2 * 8] = products.sum(n, i);
     __syncthreads();
     const float scale = alpha != nullptr ? alpha[expert] : one_alpha;
-    const bool is_weighted = !is_plain && flags & 2, is_piece = is_weighted && expert >= routed;
+    const bool is_weighted = MODE != LINEAR && flags & 2, is_piece = is_weighted && expert >= routed;
     const float code_scale = out_scales != nullptr ? out_scales[expert] : out_scale;
     for (int base = 0; base < count * 8 * WR; base += 32 * WR * WK) {  // two rows a thread
         const int index = base + thread, n = index / (8 * WR), r = index % (8 * WR) * 2, row = blockIdx.x * 16 * WR + r;
@@ -446,6 +458,10 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
             float *to = pieces + ((i64)token * num_shared + expert - routed) * num_rows + row;
             to[0] = result[0];
             if (!is_last) to[1] = result[1];
+        } else if (SCHEME == NVFP4 && MODE != LINEAR && flags & 16) {
+            u16 *to = (u16 *)out + (i64)pair * ((num_rows + 127) / 128 * 128) + place_of(row);
+            to[0] = to_bf16(result[0]);
+            to[place_of(1)] = to_bf16(result[1]);
         } else if (flags & 4) {
             u8 *to = (u8 *)out + at;
             to[0] = to_e4m3(__fdiv_rn(result[0], code_scale));
@@ -469,7 +485,7 @@ constexpr int PAIRS = TOP_K + NUM_SHARED;
 extern "C" __global__ void __launch_bounds__(32 * PAIRS * KS) down_kernel(
     const u8 *hidden, const u8 *codes, const u32 *scales, const float *alpha, const int *ids,
     const float *pair_weights, const u16 *shared_part, i64 shared_stride, float routed_scale, u16 *out, int num_experts,
-    int num_rows, int columns, int row_bytes) {
+    int num_rows, int columns, int row_bytes, int is_in_place) {
     extern __shared__ __align__(16) u8 shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, k = warp / KS, split = warp % KS;
     const int g = lane / 4, t = lane % 4, token = blockIdx.y, routed_experts = num_experts - NUM_SHARED;
@@ -483,9 +499,13 @@ extern "C" __global__ void __launch_bounds__(32 * PAIRS * KS) down_kernel(
     gdc_wait();
     gdc_launch_dependents();
     u16 *xs = (u16 *)shared;
-    const i64 x_bytes = SCHEME == FP8 ? columns : 2 * columns;
-    copy_rows<SCHEME == FP8>(xs, PAIRS, columns, steps, 1.f,
-                             [&](int n) { return hidden + (token * PAIRS + n) * x_bytes; });
+    const bool in_place = SCHEME == NVFP4 && is_in_place;
+    const i64 x_bytes = SCHEME == FP8 ? columns : 2 * (in_place ? steps * 128 : columns);
+    const auto row_of = [&](int n) { return hidden + (token * PAIRS + n) * x_bytes; };
+    if (in_place)
+        copy_rows<IN_PLACE>(xs, PAIRS, columns, steps, 1.f, row_of);
+    else
+        copy_rows<SCHEME == FP8 ? CODES : AS_IT_IS>(xs, PAIRS, columns, steps, 1.f, row_of);
     __syncthreads();
     const u16 *place[1] = {xs + k * x_row + t * 8};
     products.run(first, last, place, 1);

@@ -20,7 +20,9 @@ from hemiola.kernels.launch import is_interpreted, shared_memory, uses_pdl
 from hemiola.kernels.tiles import PIECE_BYTES
 
 LINEAR, EXPERTS = "linear_rows_kernel", "experts_rows_kernel"
-_RELU_SQUARED, _WEIGHTED, _QUANTISED, _EARLY, _PIECES = 1, 2, 4, 8, 16
+_RELU_SQUARED, _WEIGHTED, _QUANTISED, _EARLY, _OUT_IN_PLACE, _X_IN_PLACE = 1, 2, 4, 8, 16, 32
+_LINEAR, _ALONE, _GROUPED = 0, 1, 2  # modes
+_GROUP_COLUMNS = 64  # that an NVFP4 row has a multiple of, in memory: nvfp4.GROUP
 _STEP_COLUMNS = {BF16: 32, FP8: 64, NVFP4: 128}  # of PIECE_BYTES each
 
 
@@ -46,16 +48,14 @@ class DownTile:
 # By scheme, for 1, 2, ... tokens: every pair alone, for up and for down.
 DIRECT = {
     NVFP4: (
-        (RowsTile(8, 2, 2, 4), DownTile(2, 2)),
-        (RowsTile(8, 2, 2, 4), DownTile(1, 4)),
-        (RowsTile(8, 4, 2, 2), DownTile(1, 4)),
-        (RowsTile(8, 4, 2, 2), DownTile(1, 4)),
+        (RowsTile(8, 2, 2, 6), DownTile(1, 6)),
+        (RowsTile(8, 2, 2, 6), DownTile(1, 6)),
+        (RowsTile(8, 2, 2, 4), DownTile(1, 2)),
+        (RowsTile(8, 2, 2, 4), DownTile(1, 2)),
     ),
-    FP8: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)), *[(RowsTile(8, 4, 2, 4), DownTile(2, 2))] * 3),
+    FP8: ((RowsTile(8, 2, 2, 6), DownTile(1, 6)), *[(RowsTile(8, 4, 2, 4), DownTile(2, 2))] * 3),
     BF16: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)),) * 4,
 }
-TOGETHER_TOKENS = 32  # most for which the shared expert's pieces are among the tiles of the others
-PIECE_TILES = ((64, RowsTile(16, 8, 2, 2)), (1 << 31, RowsTile(32, 8, 2, 2)))  # otherwise theirs, by the most tokens
 DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
@@ -70,30 +70,35 @@ def source() -> str:
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
-def rows_options(scheme: int, tile: RowsTile, name: str) -> tuple[str, ...]:
+def rows_name(mode: int) -> str:
+    return LINEAR if mode == _LINEAR else EXPERTS
+
+
+def rows_options(scheme: int, tile: RowsTile, mode: int) -> tuple[str, ...]:
     """What the source's macros stand for in the kernel for a tile."""
     return (
         f"-DSCHEME={scheme}", f"-DNT={tile.tokens // 8}", f"-DWR={tile.rows}", f"-DWK={tile.splits}",
-        f"-DDEPTH={tile.depth}", f"-DROWS_KERNEL={name}", f"-DIS_LINEAR={int(name == LINEAR)}",
+        f"-DDEPTH={tile.depth}", f"-DROWS_KERNEL={rows_name(mode)}", f"-DMODE={mode}",
     )  # fmt: skip
 
 
 def down_options(scheme: int, tile: DownTile, top_k: int, num_shared: int) -> tuple[str, ...]:
     return (
-        f"-DSCHEME={scheme}", "-DNT=1", "-DWR=1", "-DWK=1", "-DIS_LINEAR=0", f"-DDEPTH={tile.depth}",
+        f"-DSCHEME={scheme}", "-DNT=1", "-DWR=1", "-DWK=1", "-DMODE=0", f"-DDEPTH={tile.depth}",
         f"-DTOP_K={top_k}", f"-DNUM_SHARED={num_shared}", f"-DKS={tile.splits}",
     )  # fmt: skip
 
 
 @cache
-def _rows_function(scheme: int, tile: RowsTile, name: str) -> CudaFunction:
-    return CudaModule(source(), rows_options(scheme, tile, name)).function(name, "PlPPPPPPPPPffiiiiiiiiiPP")
+def _rows_function(scheme: int, tile: RowsTile, mode: int) -> CudaFunction:
+    module = CudaModule(source(), rows_options(scheme, tile, mode))
+    return module.function(rows_name(mode), "PlPPPPPPPPPffiiiiiiiiiPP")
 
 
 @cache
 def _down_function(scheme: int, tile: DownTile, top_k: int, num_shared: int) -> CudaFunction:
     module = CudaModule(source(), down_options(scheme, tile, top_k, num_shared))
-    return module.function("down_kernel", "PPPPPPPlfPiiii")
+    return module.function("down_kernel", "PPPPPPPlfPiiiii")
 
 
 def rows_shared_bytes(scheme: int, tile: RowsTile, row_bytes: int) -> int:
@@ -161,29 +166,29 @@ def experts(
     num_tokens, top_k = ids.shape
     scheme, hidden_type = up.scheme, torch.float8_e4m3fn if down_.scheme == FP8 else x.dtype
     pairs_per_token = top_k + up.num_shared
-    hidden = torch.empty(num_tokens * pairs_per_token, up.codes.shape[1], dtype=hidden_type, device=x.device)
+    inter = up.codes.shape[1]
+    # Between the projections NVFP4's hidden lies as down's products read it, which spares every block the sorting.
+    in_place = scheme == NVFP4 and inter % _GROUP_COLUMNS == 0
+    width = -(-inter // _STEP_COLUMNS[NVFP4]) * _STEP_COLUMNS[NVFP4] if in_place else inter
+    hidden = torch.empty(num_tokens * pairs_per_token, width, dtype=hidden_type, device=x.device)
     if is_direct(scheme, num_tokens, pairs_per_token):
         tile, down_tile = DIRECT[scheme][num_tokens - 1]
-        project(x, pairs_per_token, up, top_k, None, ids, None, hidden, tile, out_scales=down_.input_scale)
-        return down(hidden, down_, ids, weights, shared, routed_scale, x.shape[1], down_tile)
+        project(
+            x, pairs_per_token, up, top_k, None, ids, None, hidden, tile, out_scales=down_.input_scale,
+            out_in_place=in_place,
+        )  # fmt: skip
+        columns = inter if in_place else None
+        return down(hidden, down_, ids, weights, shared, routed_scale, x.shape[1], down_tile, columns)
     tile = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up))
+    groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
+    project(
+        x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale, out_in_place=in_place
+    )  # fmt: skip
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
-    if not up.num_shared or num_tokens <= TOGETHER_TOKENS:
-        groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
-        project(x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale)
-        project(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
-        return combine(parts, pieces, top_k, routed_scale, shared)
-    # The pieces have every token: in launches of their own they take tiles of more, and are decoded less often.
-    row_bytes = max(bank.codes.shape[2] * bank.codes.element_size() for bank in (up, down_))
-    wide = piece_tile(scheme, num_tokens, row_bytes, tile)
-    between = torch.empty(num_tokens * up.num_shared, up.codes.shape[1], dtype=hidden_type, device=x.device)
-    hidden, parts = hidden[: num_tokens * top_k], parts[: num_tokens * top_k]
-    only = up._replace(num_shared=0), down_._replace(num_shared=0)
-    groups, none = align(ids, len(up.codes) - up.num_shared, tile.tokens), (None, None, None)
-    project(x, top_k, only[0], top_k, *groups, hidden, tile, out_scales=down_.input_scale)
-    project(x, up.num_shared, up, 0, *none, between, wide, out_scales=down_.input_scale)
-    project(hidden, 1, only[1], top_k, *groups, parts, tile, pair_weights=weights)
-    project(between, 1, down_, 0, *none, between, wide, pair_weights=weights, pieces=pieces, num_rows=x.shape[1])
+    project(
+        hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces,
+        columns_in_place=inter if in_place else None,
+    )  # fmt: skip
     return combine(parts, pieces, top_k, routed_scale, shared)
 
 
@@ -191,19 +196,6 @@ def group_tile(scheme: int, per_expert: float) -> RowsTile:
     """The tile for so many pairs an expert, the last one for more."""
     tiles = GROUP_TILES[scheme]
     return next((tile for most, tile in tiles if per_expert <= most), tiles[-1][1])
-
-
-def piece_tile(scheme: int, num_tokens: int, row_bytes: int, least: RowsTile) -> RowsTile:
-    """The tile for the shared expert's pieces; `least` where a block has no room for it."""
-    room = shared_memory()
-    return next(
-        (
-            tile
-            for most, tile in PIECE_TILES
-            if num_tokens <= most and rows_shared_bytes(scheme, tile, row_bytes) <= room
-        ),
-        least,
-    )
 
 
 def linear(
@@ -225,7 +217,7 @@ def linear(
     dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     flags = _RELU_SQUARED * relu_squared | _QUANTISED * (out_scale is not None)
-    _rows_function(NVFP4, tile, LINEAR).launch(
+    _rows_function(NVFP4, tile, _LINEAR).launch(
         (triton.cdiv(num_rows, 16 * tile.rows), triton.cdiv(num_tokens, tile.tokens), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
@@ -244,15 +236,16 @@ def project(
     bank: ExpertWeights,
     top_k: int,
     sorted_pairs: Tensor | None,
-    experts: Tensor | None,
+    experts: Tensor,
     num_tiles: Tensor | None,
     out: Tensor,
     tile: RowsTile,
     *,
-    num_rows: int = 0,
     out_scales: Tensor | None = None,
     pair_weights: Tensor | None = None,
     pieces: Tensor | None = None,
+    out_in_place: bool = False,
+    columns_in_place: int | None = None,
 ) -> None:
     """One projection of all pairs, into `out` (pairs, rows) bfloat16, or e4m3 with out_scales; that of the shared
     expert's pieces, weighted, into `pieces`.
@@ -260,23 +253,21 @@ def project(
     Without pair_weights: up, with its squared ReLU; with them: down, weighted, and right behind an up projection of the
     same groups, which it begins to read before up has ended. Row p // pairs_per_x of x belongs to pair p; bfloat16, or
     e4m3 for down. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without
-    sorted_pairs each pair is alone, and experts are the routed ids; without any, pairs are those of every token with
-    the shared expert's pieces. num_rows: of the weights, where out is not written and has others.
+    sorted_pairs each pair is alone, and experts are the routed ids. out_in_place, for NVFP4: rows of out have whole
+    steps, in the order of products; columns_in_place: so have x's, of so many columns.
     """
-    num_rows = num_rows or out.shape[1]
+    num_rows = bank.codes.shape[1] if out_in_place else out.shape[1]
     row_bytes = bank.codes.shape[2] * bank.codes.element_size()
     flags = _RELU_SQUARED if pair_weights is None else _WEIGHTED | _EARLY
-    if experts is None:
-        flags |= _PIECES
-        num_tiles_at_most = triton.cdiv(len(out) // bank.num_shared, tile.tokens) * bank.num_shared
-    else:
-        num_tiles_at_most = len(out) if sorted_pairs is None else experts.numel()
-    _rows_function(bank.scheme, tile, EXPERTS).launch(
+    flags |= _OUT_IN_PLACE * out_in_place | _X_IN_PLACE * (columns_in_place is not None)
+    num_tiles_at_most = len(out) if sorted_pairs is None else experts.numel()
+    _rows_function(bank.scheme, tile, _ALONE if sorted_pairs is None else _GROUPED).launch(
         (triton.cdiv(num_rows, 16 * tile.rows), num_tiles_at_most, 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
             x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, experts, num_tiles, pair_weights,
-            out, pieces, 1.0, 1.0, len(out), pairs_per_x, top_k, bank.num_shared, len(bank.codes), num_rows, x.shape[1],
+            out, pieces, 1.0, 1.0, len(out), pairs_per_x, top_k, bank.num_shared, len(bank.codes), num_rows,
+            columns_in_place or x.shape[1],
             row_bytes, flags | _QUANTISED * (out_scales is not None),
             None if x.dtype == torch.float8_e4m3fn else bank.input_scale, out_scales,
         ),
@@ -294,10 +285,11 @@ def down(
     routed_scale: float,
     num_rows: int,
     tile: DownTile,
+    columns_in_place: int | None = None,
 ) -> Tensor:
     """Few tokens' output, (T, num_rows) bfloat16, from hidden (pairs, inter) bfloat16, FP8 e4m3, in the order of pairs:
     each expert's projection, their weighted sum, its scale and the shared part in one kernel. Right behind an up
-    projection of the same ids, as `project`."""
+    projection of the same ids, as `project`, and with columns_in_place as there."""
     num_tokens, top_k = ids.shape
     row_bytes, pairs_per_token = bank.codes.shape[2] * bank.codes.element_size(), top_k + bank.num_shared
     out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=hidden.device)
@@ -306,8 +298,8 @@ def down(
         (32 * pairs_per_token * tile.splits, 1, 1),
         (
             hidden, bank.codes, bank.block_scales, bank.scale, ids, pair_weights, shared,
-            0 if shared is None else shared.stride(0), routed_scale, out, len(bank.codes), num_rows, hidden.shape[1],
-            row_bytes,
+            0 if shared is None else shared.stride(0), routed_scale, out, len(bank.codes), num_rows,
+            columns_in_place or hidden.shape[1], row_bytes, columns_in_place is not None,
         ),
         shared_bytes=down_shared_bytes(bank.scheme, tile, pairs_per_token, row_bytes),
         pdl=uses_pdl(),

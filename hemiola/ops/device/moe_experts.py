@@ -2,12 +2,12 @@
 
 A bank of experts is kept packed in one tensor, which is filled expert by expert: what is needed for packing is one
 expert's weight as it is on disk. Two variants: `joined`, where the shared expert is cut into pieces of an expert's
-size, which are experts of the bank; `beside`, where it runs as two linears.
+size, which are experts of the bank for few tokens; `beside`, where it always runs as two linears.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hemiola.ops.table import register
 from hemiola.tap import Tap
 
 _LINEAR = {Scheme.PLAIN: linear, Scheme.FP8: linear_fp8, Scheme.NVFP4: linear_nvfp4}
+TOGETHER_TOKENS = {Scheme.PLAIN: 64, Scheme.FP8: 64, Scheme.NVFP4: 64}
 _PIECE_COLUMNS = 16  # a block of NVFP4, so that a piece of down_proj has whole ones
 
 
@@ -99,7 +100,8 @@ def _is_whole(bank: ExpertBank) -> bool:
 
 
 def prepare_joined(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWeights, ExpertWeights] | None:
-    """The banks as kernels read them, with the shared expert's pieces; built once. None where they are not joined."""
+    """The banks as kernels read them, with the shared expert's pieces, and its linears, which many tokens take; built
+    once. None where they are not joined."""
     if not_joined(layer) or not (_is_whole(layer.up) and _is_whole(layer.down)):
         return None
     up, down, shared = layer
@@ -107,8 +109,8 @@ def prepare_joined(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWei
     inter = up.shape[0]
     starts = range(0, shared.up.shape[0], inter)
     return (
-        _kept(up, lambda: [_rows(shared.up, start, inter) for start in starts], resident),
-        _kept(down, lambda: [_columns(shared.down, start, inter) for start in starts], resident),
+        _kept(up, lambda: _pieces(shared.up, _rows, starts, inter, resident), resident),
+        _kept(down, lambda: _pieces(shared.down, _columns, starts, inter, resident), resident),
     )
 
 
@@ -140,7 +142,13 @@ def run_joined(
 ) -> Tensor:
     banks = prepare_joined(Experts(up, down, shared), resident)
     assert banks is not None, "a call that is not for this variant"
-    return _run(x, ids, weights, *banks, routed_scale, None, invariant)
+    assert shared is not None, "a call that is not for this variant"
+    if invariant or len(x) <= TOGETHER_TOKENS[up.scheme]:
+        return _run(x, ids, weights, *banks, routed_scale, None, invariant)
+    # Pieces have every token: from so many on the linears' kernels, which read a weight once, are faster.
+    part = _shared_part(x, shared, resident, invariant)
+    up_, down_ = (bank._replace(num_shared=0) for bank in banks)  # no id leads to a piece
+    return _run(x, ids, weights, up_, down_, routed_scale, part, invariant)
 
 
 def run_beside(
@@ -156,14 +164,17 @@ def run_beside(
     resident: ResidentWeights,
     invariant: bool,
 ) -> Tensor:
-    part = None
-    if shared is not None:
-        out_scale = shared.down.input_scale if shared.down.scheme is Scheme.FP8 else None
-        first, second = _LINEAR[shared.up.scheme], _LINEAR[shared.down.scheme]
-        hidden = first.run(x, shared.up, x.dtype, True, out_scale, resident=resident, invariant=invariant)
-        part = second.run(hidden, shared.down, x.dtype, resident=resident, invariant=invariant)
+    part = None if shared is None else _shared_part(x, shared, resident, invariant)
     banks = prepare(up, resident), prepare(down, resident)
     return _run(x, ids, weights, *banks, routed_scale, part, invariant)
+
+
+def _shared_part(x: Tensor, shared: SharedExpert, resident: ResidentWeights, invariant: bool) -> Tensor:
+    out_scale = shared.down.input_scale if shared.down.scheme is Scheme.FP8 else None
+    first, second = _LINEAR[shared.up.scheme], _LINEAR[shared.down.scheme]
+    hidden = first.run(x, shared.up, x.dtype, True, out_scale, resident=resident, invariant=invariant)
+    part: Tensor = second.run(hidden, shared.down, x.dtype, resident=resident, invariant=invariant)
+    return part
 
 
 def _run(
@@ -182,6 +193,20 @@ def _run(
     if not invariant and nvfp4_wgmma.takes_experts(x, up, down, *ids.shape):
         return nvfp4_wgmma.experts(x, ids, weights, up, down, routed_scale, shared)
     return experts(x, ids, weights, up, down, routed_scale, shared, invariant=invariant)
+
+
+def _pieces(
+    weight: Weight,
+    cut: Callable[[Weight, int, int], Weight],
+    starts: Iterable[int],
+    count: int,
+    resident: ResidentWeights,
+) -> list[Weight]:
+    """A weight of the shared expert, uploaded once, as a linear's and as pieces."""
+    block_scale = None if weight.block_scale is None else resident.upload(weight.block_scale)
+    there = _piece(weight, weight.shape, resident.upload(weight.data), block_scale)
+    _LINEAR[weight.scheme].prepare(there, resident)
+    return [cut(there, start, count) for start in starts]
 
 
 def _rows(weight: Weight, start: int, count: int) -> Weight:
