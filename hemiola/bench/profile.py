@@ -1,6 +1,7 @@
 """Where a decode step's time goes, part by part, beside the least that memory takes for the part's bytes.
 
 A part's floor is the bytes that it has to move over the measured copy rate; parts that move next to nothing have none.
+Shared experts' bytes are the experts', in whose kernels few tokens take them; for many their time is the linears'.
 Up to some hundreds of rows a decode step is bound by bytes, so no floor of operations is given.
 """
 
@@ -15,7 +16,7 @@ from hemiola.bench.traffic import Traffic
 # Which part a kernel belongs to, by how its name begins; the first that fits. Those of torch's products are cuBLAS's.
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
-        "routed experts",
+        "experts",
         (
             *("experts_rows_kernel", "down_kernel", "grouped_kernel", "up_rows_kernel", "down_rows_kernel"),
             *("combine_kernel", "align_", "quantise_pairs_kernel", "experts_wgmma_kernel"),
@@ -72,7 +73,7 @@ def profile(trace: Mapping[str, Any], traffic: Traffic, bytes_per_s: float) -> l
         launches[part] = launches.get(part, 0.0) + kernel["launches_per_step"]
     idle = trace["window_us"] / trace["steps"] - sum(us.values())
     moved = {
-        "routed experts": traffic.experts,
+        "experts": traffic.experts,
         "linears": traffic.other_weights,
         "states": traffic.states,
         "attention": traffic.kv,

@@ -11,7 +11,7 @@ from hemiola.formats.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """By class, for one step of `batch` rows with `context` tokens each."""
+    """By class, for one step of `batch` rows with `context` tokens each. experts: the shared ones, too."""
 
     experts: int
     other_weights: int
@@ -47,14 +47,14 @@ def decode_traffic(
     for module in manifest.modules:
         by_role[module.role] = by_role.get(module.role, 0) + module.resident_bytes
     embedding = by_role.pop(Role.EMBEDDING, 0)
-    experts = by_role.pop(Role.ROUTED_EXPERTS, 0)
+    experts, shared = (by_role.pop(role, 0) for role in (Role.ROUTED_EXPERTS, Role.SHARED_EXPERTS))
     other = sum(by_role.values()) + batch * embedding // config.vocab_size
     if config.tie_word_embeddings:
         other += embedding
     reached = experts * distinct_experts(config, batch) / config.num_experts if config.num_experts else 0.0
     has_kv = config.count(LayerKind.ATTENTION) > 0
     return Traffic(
-        experts=int(reached),
+        experts=int(reached) + shared,
         other_weights=other,
         states=2 * batch * state_bytes,
         kv=batch * (context + 1) * kv_bytes if has_kv else 0,

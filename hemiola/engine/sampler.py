@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hemiola.config.sampling import WHOLE_VOCABULARY, SamplingParams
-from hemiola.engine.constraint import LogitsConstraint, constrain
+from hemiola.engine.constraint import LogitsConstraint, constrain, on_device
 from hemiola.ops.sample import SampleBatch, SampleRow
 
 # Rows of logits whose log-softmax exists at the same time; bounds the extra memory of long prompts.
@@ -140,8 +140,8 @@ def _id_values(values: Mapping[int, float], device: torch.device) -> tuple[Tenso
     """Ids (S,) int64 and their values (S,) float32, or None when there are none."""
     if not values:
         return None
-    ids = torch.tensor(list(values), dtype=torch.int64, device=device)
-    return ids, torch.tensor(list(values.values()), dtype=torch.float32, device=device)
+    ids, numbers = torch.tensor(list(values), dtype=torch.int64), torch.tensor(list(values.values()))
+    return on_device(ids, device), on_device(numbers.float(), device)
 
 
 def _best_ids(logits: Tensor, k: int) -> list[int]:

@@ -164,7 +164,7 @@ def linear_tile(num_tokens: int, num_rows: int) -> WideTile:
         items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, _UNIT * tile.units)
         # Microseconds of an item of 2688 columns, about, as an H200 took them with 64 to 16384 tokens.
         item = 18 + 0.15 * tile.tokens if tile.units == 2 else 14 + 0.1 * tile.tokens
-        return triton.cdiv(items, num_sms()) * item
+        return float(triton.cdiv(items, num_sms()) * item)
 
     return min((WideTile(tokens, units) for units in (2, 1) for tokens in reversed(_WIDTHS)), key=cost)
 

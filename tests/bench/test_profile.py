@@ -46,7 +46,7 @@ def test_every_kernel_belongs_to_a_part(kernel: str) -> None:
 def test_kernels_are_told_apart() -> None:
     assert len(launched()) > 20
     assert part_of(nvfp4_mma.LINEAR) == part_of("nvjet_sm90_qqtst_128x8_128x12_4x1_v_bz_TNT") == "linears"
-    assert part_of(nvfp4_mma.EXPERTS) == part_of("combine_kernel") == "routed experts"
+    assert part_of(nvfp4_mma.EXPERTS) == part_of("combine_kernel") == "experts"
     assert part_of("_combine_kernel") == "attention"
     assert part_of(mamba2_update.KERNEL) == "states"
     assert part_of("logits_rows_kernel") == part_of(router.KERNEL) == "router"
@@ -69,7 +69,7 @@ def test_times_add_up_and_floors_are_bytes_over_the_rate() -> None:
     assert sum(part.us for part in parts) == pytest.approx(20.0)
     found = {part.part: (part.us, part.floor_us, part.launches) for part in parts}
     assert found == {
-        "routed experts": (6.0, 4.0, 6.0),
+        "experts": (6.0, 4.0, 6.0),
         "states": (4.0, 2.0, 3.0),
         "linears": (2.0, 1.0, 3.0),
         "norms": (2.5, None, 3.0),
@@ -86,5 +86,5 @@ def test_the_table_says_what_would_be_saved() -> None:
     Console(file=out, width=120).print(_parts(as_rows(profile(traced(), TRAFFIC, bytes_per_s=2e12))))
     lines = [re.split(r"\s{2,}", line.strip()) for line in out.getvalue().splitlines()]
     rows = {name: figures for name, *figures in lines}
-    assert rows["routed experts"] == ["6", "4", "67%", "2", "6"]
+    assert rows["experts"] == ["6", "4", "67%", "2", "6"]
     assert rows["norms"] == ["2", "2", "3"]
