@@ -105,8 +105,7 @@ def time_linears(tokens: list[int]) -> None:
         num_weights = 1 if rows > 100_000 else 24
         data = torch.randint(0, 256, (num_weights, rows, columns // 2), device="cuda", dtype=torch.uint8)
         block = (torch.rand(num_weights, rows, columns // 16, device="cuda") * 50 + 4).to(torch.float8_e4m3fn)
-        codes = [nvfp4.pack_codes(d) for d in data]
-        scales = [nvfp4.pack_scales(b) for b in block]
+        codes, scales = zip(*(nvfp4.packed(d, b) for d, b in zip(data, block, strict=True)), strict=True)
         num_bytes = codes[0].nbytes + scales[0].nbytes
         for num_tokens in tokens:
             if num_tokens > 32:
@@ -114,7 +113,7 @@ def time_linears(tokens: list[int]) -> None:
             x = torch.randn(num_tokens, columns, device="cuda", dtype=torch.bfloat16)
             relu = name == "shared up"
             calls: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
-                ("triton", lambda c, s: linear_nvfp4.linear_nvfp4(x, c, s, 1e-4, relu))
+                ("triton", lambda c, s: linear_nvfp4.linear_nvfp4(x, c, s, rows, 1e-4, relu))
             ]
             for wr, wk, depth in (
                 (1, 4, 4),
@@ -134,6 +133,7 @@ def time_linears(tokens: list[int]) -> None:
                             x,
                             c,
                             s,
+                            rows,
                             1e-4 * nvfp4.REMAINDER,
                             relu,
                             None,
