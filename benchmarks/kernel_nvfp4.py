@@ -20,9 +20,9 @@ from torch import Tensor
 
 from benchmarks.kernel_experts import HIDDEN, INTER, NUM_EXPERTS, TOP_K, bank, graph_time, routing
 from hemiola.kernels import experts as triton_experts
-from hemiola.kernels import linear_nvfp4, nvfp4, nvfp4_mma
+from hemiola.kernels import linear_nvfp4, nvfp4, rows_mma
 from hemiola.kernels.experts import NVFP4, ExpertWeights
-from hemiola.kernels.nvfp4_mma import DownTile, RowsTile
+from hemiola.kernels.rows_mma import DownTile, RowsTile
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Call = Callable[[Tensor, Tensor, Tensor, ExpertWeights, ExpertWeights], Tensor]
@@ -31,8 +31,8 @@ Call = Callable[[Tensor, Tensor, Tensor, ExpertWeights, ExpertWeights], Tensor]
 def direct(tile: RowsTile, down: DownTile) -> Call:
     def call(x: Tensor, ids: Tensor, w: Tensor, up: ExpertWeights, dn: ExpertWeights) -> Tensor:
         hidden = torch.empty(ids.numel(), INTER, dtype=x.dtype, device=x.device)
-        nvfp4_mma.project(x, TOP_K, up, TOP_K, None, ids, None, hidden, tile)
-        return nvfp4_mma.down(hidden, dn, ids, w, x, 2.5, HIDDEN, down)
+        rows_mma.project(x, TOP_K, up, TOP_K, None, ids, None, hidden, tile)
+        return rows_mma.down(hidden, dn, ids, w, x, 2.5, HIDDEN, down)
 
     return call
 
@@ -41,9 +41,9 @@ def grouped(up_tile: RowsTile, down_tile: RowsTile) -> Call:
     def call(x: Tensor, ids: Tensor, w: Tensor, up: ExpertWeights, dn: ExpertWeights) -> Tensor:
         groups = triton_experts.align(ids, NUM_EXPERTS, up_tile.tokens)
         hidden = torch.empty(ids.numel(), INTER, dtype=x.dtype, device=x.device)
-        nvfp4_mma.project(x, TOP_K, up, TOP_K, *groups, hidden, up_tile)
+        rows_mma.project(x, TOP_K, up, TOP_K, *groups, hidden, up_tile)
         parts = torch.empty(ids.numel(), HIDDEN, dtype=x.dtype, device=x.device)
-        nvfp4_mma.project(hidden, 1, dn, TOP_K, *groups, parts, down_tile, pair_weights=w)
+        rows_mma.project(hidden, 1, dn, TOP_K, *groups, parts, down_tile, pair_weights=w)
         return triton_experts.combine(parts, None, TOP_K, 2.5, x)
 
     return call
@@ -93,8 +93,8 @@ def time_parts(x, routings, banks, tile) -> None:  # type: ignore[no-untyped-def
     for i, (ids, w) in enumerate(routings):
         up, dn = banks[i % 2]
         groups = triton_experts.align(ids, NUM_EXPERTS, tile.tokens)
-        times["up"].append(partial(nvfp4_mma.project, x, TOP_K, up, TOP_K, *groups, hidden.clone(), tile))
-        times["down"].append(partial(nvfp4_mma.project, hidden, 1, dn, TOP_K, *groups, parts, tile, pair_weights=w))
+        times["up"].append(partial(rows_mma.project, x, TOP_K, up, TOP_K, *groups, hidden.clone(), tile))
+        times["down"].append(partial(rows_mma.project, hidden, 1, dn, TOP_K, *groups, parts, tile, pair_weights=w))
     print(f"    {tile}: " + ", ".join(f"{name} {graph_time(calls) * 1e6:.1f} us" for name, calls in times.items()))
 
 
@@ -129,7 +129,7 @@ def time_linears(tokens: list[int]) -> None:
                 calls.append(
                     (
                         f"mma {wr} {wk} {depth}",
-                        lambda c, s, tile=tile: nvfp4_mma.linear(
+                        lambda c, s, tile=tile: rows_mma.linear(
                             x,
                             c,
                             s,

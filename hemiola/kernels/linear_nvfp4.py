@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hemiola.kernels import nvfp4_mma, nvfp4_wgmma
+from hemiola.kernels import nvfp4_wgmma, rows_mma
 from hemiola.kernels.experts import NVFP4
 from hemiola.kernels.launch import (
     capability,
@@ -33,8 +33,8 @@ from hemiola.kernels.nvfp4 import (
     word_column,
     word_row,
 )
-from hemiola.kernels.nvfp4_mma import RowsTile
 from hemiola.kernels.quantize import finish_tile
+from hemiola.kernels.rows_mma import RowsTile
 from hemiola.kernels.split_k import DotTile, add_splits, split
 
 # The CUDA kernel's tiles by the most tokens, for weights of fewer and of more than MANY_ROWS rows, which fill a GPU
@@ -151,8 +151,8 @@ def linear_nvfp4(
     if not invariant:
         for most, few_rows, many_rows in MMA_TILES:
             tile = many_rows if num_rows >= MANY_ROWS else few_rows
-            if num_tokens <= most and nvfp4_mma.takes(NVFP4, x, 4 * words.shape[1], tile):
-                return nvfp4_mma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, tile)
+            if num_tokens <= most and rows_mma.takes(NVFP4, x, 4 * words.shape[1], tile):
+                return rows_mma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, tile)
     return in_tiles(x, words, scales, num_rows, scale, relu_squared, out_scale, invariant)
 
 

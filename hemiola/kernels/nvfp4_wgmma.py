@@ -2,7 +2,7 @@
 
 Weights are decoded in registers, which are an operand of wgmma; rows of x come through shared memory. A sum runs over
 the columns in order, in one accumulator: a token's result is the same to the bit for any tile and any neighbours. It
-differs in its last bits from what the kernels of `nvfp4_mma` and Triton's compute, which sum in another order; so where
+differs in its last bits from what the kernels of `rows_mma` and Triton's compute, which sum in another order; so where
 rows must not differ it is taken for any number of tokens, whose addresses and strides torch's allocations make fit.
 """
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from hemiola.bench.profile import IDLE, REST, as_rows, part_of, profile
 from hemiola.bench.traffic import Traffic
 from hemiola.cli.bench import _parts
-from hemiola.kernels import align, mamba2_update, nvfp4_mma, nvfp4_wgmma, rms_norm, router
+from hemiola.kernels import align, mamba2_update, nvfp4_wgmma, rms_norm, router, rows_mma
 
-KERNELS = Path(nvfp4_mma.__file__).parent
+KERNELS = Path(rows_mma.__file__).parent
 TRAFFIC = Traffic(experts=8_000_000, other_weights=2_000_000, states=4_000_000, kv=0)
 
 
@@ -33,7 +33,7 @@ def launched() -> list[str]:
 
 
 IN_CUDA = (
-    *(nvfp4_mma.LINEAR, nvfp4_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL, router.KERNEL),
+    *(rows_mma.LINEAR, rows_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL, router.KERNEL),
     *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE),
 )
 
@@ -45,8 +45,8 @@ def test_every_kernel_belongs_to_a_part(kernel: str) -> None:
 
 def test_kernels_are_told_apart() -> None:
     assert len(launched()) > 20
-    assert part_of(nvfp4_mma.LINEAR) == part_of("nvjet_sm90_qqtst_128x8_128x12_4x1_v_bz_TNT") == "linears"
-    assert part_of(nvfp4_mma.EXPERTS) == part_of("combine_kernel") == "experts"
+    assert part_of(rows_mma.LINEAR) == part_of("nvjet_sm90_qqtst_128x8_128x12_4x1_v_bz_TNT") == "linears"
+    assert part_of(rows_mma.EXPERTS) == part_of("combine_kernel") == "experts"
     assert part_of("_combine_kernel") == "attention"
     assert part_of(mamba2_update.KERNEL) == "states"
     assert part_of("logits_rows_kernel") == part_of(router.KERNEL) == "router"

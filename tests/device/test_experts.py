@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Scheme, SharedExpert, Weight
 from hemiola.kernels import experts as kernels
-from hemiola.kernels import nvfp4_mma
+from hemiola.kernels import rows_mma
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.ops.device import moe_experts as device
@@ -172,9 +172,9 @@ def run(case: Layer, given: Inputs, invariant: bool = False) -> Tensor:
 def results(case: Layer, given: Inputs) -> list[Tensor]:
     """What every way through the layer makes of it."""
     found = [run(case, given, invariant) for invariant in (False, True)]
-    if nvfp4_mma.takes_experts(given.x, *case.packed, *given.ids.shape):
+    if rows_mma.takes_experts(given.x, *case.packed, *given.ids.shape):
         poison(given, case)
-        found.append(nvfp4_mma.experts(*given[:3], *case.packed, 2.5, given.shared))
+        found.append(rows_mma.experts(*given[:3], *case.packed, 2.5, given.shared))
     return found
 
 
@@ -225,20 +225,20 @@ def test_every_tile_of_the_cuda_tables(scheme: Scheme) -> None:
             exact = ledger(case, given)
             smallest = distance(ledger(case, given, "last columns of up dropped"), exact)
             x, ids, weights, shared = given
-            for tile, down_tile in nvfp4_mma.DIRECT[name]:
+            for tile, down_tile in rows_mma.DIRECT[name]:
                 poison(given, case)
                 between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
-                nvfp4_mma.project(x, top_k, up, top_k, None, ids, None, between, tile, out_scales=down.input_scale)
-                result = nvfp4_mma.down(between, down, ids, weights, shared, 2.5, hidden, down_tile)
+                rows_mma.project(x, top_k, up, top_k, None, ids, None, between, tile, out_scales=down.input_scale)
+                result = rows_mma.down(between, down, ids, weights, shared, 2.5, hidden, down_tile)
                 error = distance(result, exact)
                 print(f"{scheme.name} T={num_tokens} {tile} {down_tile}: {error:.2e}")
                 assert GAP * error < smallest
-            for _, tile in nvfp4_mma.GROUP_TILES[name]:
+            for _, tile in rows_mma.GROUP_TILES[name]:
                 groups = kernels.align(ids, num_experts, tile.tokens)
                 between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
-                nvfp4_mma.project(x, top_k, up, top_k, *groups, between, tile, out_scales=down.input_scale)
+                rows_mma.project(x, top_k, up, top_k, *groups, between, tile, out_scales=down.input_scale)
                 parts = torch.full((ids.numel(), hidden), torch.nan, dtype=x.dtype, device="cuda")
-                nvfp4_mma.project(between, 1, down, top_k, *groups, parts, tile, pair_weights=weights)
+                rows_mma.project(between, 1, down, top_k, *groups, parts, tile, pair_weights=weights)
                 error = distance(kernels.combine(parts, None, top_k, 2.5, shared), exact)
                 print(f"{scheme.name} T={num_tokens} {tile}: {error:.2e}")
                 assert GAP * error < smallest
@@ -304,7 +304,7 @@ def test_quantised_activations_saturate_and_keep_nan() -> None:
         expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float().clamp(min=0).bfloat16()
         expected = (expected.float() ** 2).bfloat16()
         result = torch.empty(12, 64, dtype=torch.bfloat16, device="cuda")
-        nvfp4_mma.project(x, 1, up, 1, None, ids, None, result, nvfp4_mma.RowsTile(8, 2, 2, 2))
+        rows_mma.project(x, 1, up, 1, None, ids, None, result, rows_mma.RowsTile(8, 2, 2, 2))
         column = result[:, 5]
         assert torch.equal(column.isnan(), expected[:, 5].isnan())
         assert torch.equal(column.nan_to_num(7.0), expected[:, 5].nan_to_num(7.0))
@@ -347,7 +347,7 @@ def test_runs_repeat_to_the_bit_and_graphs_follow_their_inputs(scheme: Scheme) -
 def chained(case: Layer, x: Tensor, given: Inputs) -> Tensor:
     """Both kinds of kernels one after the other."""
     x = experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
-    return nvfp4_mma.experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
+    return rows_mma.experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
 
 
 def test_pairs_are_grouped_by_expert() -> None:

@@ -1,4 +1,4 @@
-"""Experts on a GPU: `kernels.experts` and `kernels.nvfp4_mma`. Contract: `ops.moe_experts`.
+"""Experts on a GPU: `kernels.experts` and `kernels.rows_mma`. Contract: `ops.moe_experts`.
 
 A bank of experts is kept packed in one tensor, which is filled expert by expert: what is needed for packing is one
 expert's weight as it is on disk. Two variants: `joined`, where the shared expert is cut into pieces of an expert's
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
-from hemiola.kernels import nvfp4_mma, nvfp4_wgmma
+from hemiola.kernels import nvfp4_wgmma, rows_mma
 from hemiola.kernels.experts import ExpertWeights, empty_codes, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
@@ -188,8 +188,8 @@ def _run(
     invariant: bool,
 ) -> Tensor:
     ids = ids.to(torch.int32).contiguous()
-    if not invariant and nvfp4_mma.takes_experts(x, up, down, *ids.shape):
-        return nvfp4_mma.experts(x, ids, weights, up, down, routed_scale, shared)
+    if not invariant and rows_mma.takes_experts(x, up, down, *ids.shape):
+        return rows_mma.experts(x, ids, weights, up, down, routed_scale, shared)
     if nvfp4_wgmma.takes_experts(x, up, down, len(ids), ids.shape[1], invariant):
         return nvfp4_wgmma.experts(x, ids, weights, up, down, routed_scale, shared)
     return experts(x, ids, weights, up, down, routed_scale, shared, invariant=invariant)

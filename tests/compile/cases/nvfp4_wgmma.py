@@ -9,7 +9,7 @@ import torch
 
 from hemiola.kernels import nvfp4_wgmma
 from hemiola.kernels.experts import NVFP4
-from tests.compile.cases.nvfp4_mma import banks, empty, linear
+from tests.compile.cases.rows_mma import banks, empty, linear
 
 
 def experts(tokens: int, top_k: int, num_experts: int, hidden: int, inter: int, num_shared: int) -> object:

@@ -1,4 +1,4 @@
-"""Few tokens times weights, in CUDA C++: an NVFP4 linear, and routed experts of every scheme. See nvfp4_mma.cu.
+"""Few tokens times weights, in CUDA C++: an NVFP4 linear, and routed experts of every scheme. See rows_mma.cu.
 
 What Triton cannot say here is which thread holds which code. With the codes' place in the fragments of mma.m16n8k16
 known, a warp reads them once, decodes them in registers and multiplies, with nothing in between.

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from hemiola.kernels import nvfp4_mma
+from hemiola.kernels import rows_mma
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights
 from hemiola.kernels.linear_nvfp4 import MMA_TILES, linear_nvfp4
 from hemiola.kernels.nvfp4 import words_per_row
-from hemiola.kernels.nvfp4_mma import DIRECT, GROUP_TILES
+from hemiola.kernels.rows_mma import DIRECT, GROUP_TILES
 from hemiola.kernels.tiles import tiled_shape
 
 SCHEMES = {"nvfp4": NVFP4, "fp8": FP8, "bf16": BF16}
@@ -53,7 +53,7 @@ def experts(
     ids = empty(tokens, top_k, dtype=torch.int32)
     x = empty(tokens, hidden)
     shared = None if num_shared else x
-    return nvfp4_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
+    return rows_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
