@@ -190,7 +190,7 @@ def _run(
     ids = ids.to(torch.int32).contiguous()
     if not invariant and rows_mma.takes_experts(x, up, down, *ids.shape):
         return rows_mma.experts(x, ids, weights, up, down, routed_scale, shared)
-    if nvfp4_wgmma.takes_experts(x, up, down, len(ids), ids.shape[1], invariant):
+    if not invariant and nvfp4_wgmma.takes_experts(x, up, down, *ids.shape):
         return nvfp4_wgmma.experts(x, ids, weights, up, down, routed_scale, shared)
     return experts(x, ids, weights, up, down, routed_scale, shared, invariant=invariant)
 
