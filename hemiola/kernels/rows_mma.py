@@ -48,18 +48,18 @@ class DownTile:
 # By scheme, for 1, 2, ... tokens: every pair alone, for up and for down.
 DIRECT = {
     NVFP4: (
-        (RowsTile(8, 4, 2, 4), DownTile(1, 4)),
-        (RowsTile(8, 4, 1, 8), DownTile(1, 6)),
-        (RowsTile(8, 4, 1, 8), DownTile(1, 2)),
-        (RowsTile(8, 4, 1, 8), DownTile(1, 2)),
+        (RowsTile(8, 2, 2, 6), DownTile(1, 6)),
+        (RowsTile(8, 2, 2, 6), DownTile(1, 6)),
+        (RowsTile(8, 2, 2, 4), DownTile(1, 2)),
+        (RowsTile(8, 2, 2, 4), DownTile(1, 2)),
     ),
-    FP8: ((RowsTile(8, 2, 2, 6), DownTile(2, 2)), *[(RowsTile(8, 4, 2, 4), DownTile(2, 2))] * 3),
+    FP8: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)), *[(RowsTile(8, 4, 2, 4), DownTile(2, 2))] * 3),
     BF16: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)),) * 4,
 }
 DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
-    NVFP4: ((0.6, RowsTile(8, 8, 1, 4)), (8.0, RowsTile(8, 8, 1, 2)), (18.0, RowsTile(16, 12, 1, 2))),
+    NVFP4: ((8.0, RowsTile(8, 8, 1, 2)), (18.0, RowsTile(16, 12, 1, 2))),
     FP8: ((5.0, RowsTile(8, 8, 1, 4)), (18.0, RowsTile(16, 12, 1, 4))),
     BF16: ((5.0, RowsTile(8, 8, 1, 4)), (30.0, RowsTile(16, 12, 1, 4))),
 }
