@@ -57,9 +57,14 @@ def command_of(options: BenchOptions) -> list[str]:
 Emit = Callable[[Mapping[str, Any]], None]
 
 
-def run_bench(options: BenchOptions, imports_s: float | None = None, emit: Emit = lambda event: None) -> dict[str, Any]:
+def run_bench(
+    options: BenchOptions,
+    imports_s: float | None = None,
+    emit: Emit = lambda event: None,
+    settle: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """The document of one run. imports_s: what the process needed before. emit: takes the events that an observer
-    reads, and comes back at once.
+    reads, and comes back at once. settle: called when all is loaded, before anything is measured.
 
     Raises: ConfigError, CheckpointError, CapacityError, UnsupportedPath.
     """
@@ -70,6 +75,7 @@ def run_bench(options: BenchOptions, imports_s: float | None = None, emit: Emit 
         started = start(options.model, options.synthetic, config)
         driver = Driver(started.engine, started.synchronize)
         first_s = driver.run(driver.prompts(1, min(cell.prompt_tokens for cell in options.cells)), 2).seconds
+    settle()
     emit({"event": "gpu", "address": gpu_address(started.device)})
     phases = {**({} if imports_s is None else {"imports": imports_s}), **started.phases, "first_tokens": first_s}
     on_gpu = started.device.type == "cuda"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hemiola.bench.__main__ as process
 from hemiola.bench import Cell, Observation, WindowError, cell
 from hemiola.bench.cells import SHORT_OUTPUT, Driver, Run, measure
 from hemiola.bench.machine import copy_bandwidth, source_facts
@@ -239,3 +241,20 @@ def test_a_cell_without_a_figure_is_told_and_ends_in_failure(monkeypatch: pytest
     marks = [list(record.claim.marks) for record in read(tmp_path).records]
     assert marks == [["UNGATED", "VOID"], ["UNGATED"], ["UNGATED"]]
     assert read(tmp_path).records[0].claim.figures == []
+
+
+def test_what_is_loaded_is_left_alone_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full garbage collection would stop a step: the measured process has none of what it has loaded."""
+    order: list[str] = []
+
+    def run(options: Any, imports_s: float, emit: Any, settle: Any) -> dict[str, Any]:
+        settle()
+        order.append("measured")
+        return {}
+
+    monkeypatch.setattr(process, "run_bench", run)
+    monkeypatch.setattr("gc.freeze", lambda: order.append("frozen"))
+    monkeypatch.setattr("sys.argv", ["bench", json.dumps({"spawned_s": 0.0, "cells": []})])
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert process.main() == 0
+    assert order == ["frozen", "measured"]
