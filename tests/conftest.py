@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Every x86 machine computes the tests' sums in the same order: some newer instructions add in pairs. Libraries read
-# this when they are loaded.
+# Machines with newer instructions compute the tests' sums in the order of the others. Libraries read this when they are
+# loaded.
 for _variable in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
     os.environ.setdefault(_variable, "AVX2")
 
