@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hemiola.formats.weight import ExpertBank, Scheme, SharedExpert, Weight
+from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import experts as kernels
 from hemiola.kernels import rows_mma
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
@@ -75,7 +75,7 @@ def layer(scheme: Scheme, num_experts: int, hidden: int, inter: int) -> Layer:
 
     up, down = bank("up", inter, hidden), bank("down", hidden, inter)
     resident = ResidentWeights(torch.device("cuda"))
-    return Layer(up, down, (device.prepare(up, resident), device.prepare(down, resident)))
+    return Layer(up, down, device.banks(Experts(up, down, None), resident))
 
 
 class Inputs(NamedTuple):
@@ -261,8 +261,8 @@ def test_the_shared_expert_as_two_more(scheme: Scheme, geometry: tuple[int, int,
         poison(given, case)
         x, ids, weights, _ = given
         arguments = (x, ids, weights, case.up, case.down, 2.5, shared)
-        assert device.unsupported_joined(*arguments) is None
-        return device.run_joined(*arguments, resident=resident, invariant=invariant)
+        assert device.unsupported(*arguments, joined=True) is None
+        return device.run(*arguments, joined=True, resident=resident, invariant=invariant)
 
     for num_tokens in (*counts, 1500):
         given = inputs(num_tokens, num_experts, top_k, hidden)

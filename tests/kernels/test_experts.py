@@ -42,7 +42,7 @@ def scaled(weight: Weight, factor: float) -> Weight:
 
 def packed_on_cpu(up: ExpertBank, down: ExpertBank) -> tuple[kernels.ExpertWeights, kernels.ExpertWeights]:
     resident = ResidentWeights(torch.device("cpu"))
-    return device.prepare(up, resident), device.prepare(down, resident)
+    return device.banks(Experts(up, down, None), resident)
 
 
 class Layer(NamedTuple):
@@ -62,8 +62,8 @@ def layer(up: Scheme, down: Scheme, hidden: int, inter: int) -> Layer:
         scaled(random_weight(g, "shared.up", up, 2 * inter, hidden), 1.5),
         scaled(random_weight(g, "shared.down", down, hidden, 2 * inter), 0.7),
     )
-    joined = device.prepare_joined(Experts(*weights, shared), ResidentWeights(torch.device("cpu")))
-    assert joined is not None
+    joined = device.banks(Experts(*weights, shared), ResidentWeights(torch.device("cpu")))
+    assert [bank.num_shared for bank in joined] == [2, 2]
     return Layer(packed_on_cpu(*weights), Values(*weights), joined, shared)
 
 
@@ -257,11 +257,14 @@ def test_rows_that_are_no_whole_tiles_are_refused_by_name() -> None:
     g = generator(1)
     up, down = banks(g, Scheme.NVFP4, Scheme.PLAIN, 32, 24)
     x, (ids, weights) = randn(g, 2, 32, dtype=torch.bfloat16), routing(g, 2, 2)
-    assert device.unsupported(x, ids, weights, up, down) == "NVFP4 weights come in tiles of 16 rows: up has 24"
+    assert (
+        device.unsupported(x, ids, weights, up, down, joined=False)
+        == "NVFP4 weights come in tiles of 16 rows: up has 24"
+    )
     resident = ResidentWeights(torch.device("cpu"))
-    device.prepare_beside(Experts(up, down, None), resident)
+    device.prepare(Experts(up, down, None), resident, joined=False)
     assert not resident.built
-    device.prepare_beside(Experts(down, down, None), resident)
+    device.prepare(Experts(down, down, None), resident, joined=False)
     assert resident.built
 
 
@@ -276,12 +279,36 @@ def test_one_variant_is_for_a_layer(variant: str) -> None:
     )
     layer, x, (ids, weights) = Experts(up, down, shared), randn(g, 2, 64, dtype=torch.bfloat16), routing(g, 2, 2)
     reasons = {
-        "joined": device.unsupported_joined(x, ids, weights, up, down, 1.0, shared),
-        "beside": device.unsupported_beside(x, ids, weights, up, down, 1.0, shared),
+        "joined": device.unsupported(x, ids, weights, up, down, 1.0, shared, joined=True),
+        "beside": device.unsupported(x, ids, weights, up, down, 1.0, shared, joined=False),
     }
     assert [name for name, reason in reasons.items() if reason is None] == [variant]
-    prepare = {"joined": device.prepare_joined, "beside": device.prepare_beside}
-    for name in prepare:
+    for name in reasons:
         resident = ResidentWeights(torch.device("cpu"))
-        prepare[name](layer, resident)
+        device.prepare(layer, resident, joined=name == "joined")
         assert bool(resident.built) == (name == variant)
+
+
+@every_scheme
+@pytest.mark.parametrize("most", [4, 1], ids=["together", "apart"])
+def test_many_tokens_take_the_shared_expert_as_linears(
+    scheme: Scheme, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "TOGETHER_TOKENS", most)
+    g = generator(31)
+    up, down = banks(g, scheme, scheme, 64, 32)
+    shared = SharedExpert(
+        random_weight(g, "shared.up", scheme, 64, 64), random_weight(g, "shared.down", scheme, 64, 64)
+    )
+    x, (ids, weights) = randn(g, 2, 64, dtype=torch.bfloat16), routing(g, 2, 2)
+    resident = ResidentWeights(torch.device("cpu"))
+    device.prepare(Experts(up, down, shared), resident, joined=True)
+    built = dict(resident.built)
+    result = device.run(x, ids, weights, up, down, 2.5, shared, joined=True, resident=resident, invariant=False)
+    assert resident.built == built, "all is there before the first call"
+    values, part = Values(up, down), shared_part(x, shared)
+    wrong = {
+        "no shared part": values.ledger(x, ids, weights, 2.5, None),
+        "half of it": values.ledger(x, ids, weights, 2.5, shared_part(x, shared, 1)),
+    }
+    assert_ledger(result, values.ledger(x, ids, weights, 2.5, part), wrong)

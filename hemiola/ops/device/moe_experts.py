@@ -8,6 +8,7 @@ size, which are experts of the bank for few tokens; `beside`, where it always ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from hemiola.ops.table import register
 from hemiola.tap import Tap
 
 _LINEAR = {Scheme.PLAIN: linear, Scheme.FP8: linear_fp8, Scheme.NVFP4: linear_nvfp4}
-TOGETHER_TOKENS = {Scheme.PLAIN: 64, Scheme.FP8: 64, Scheme.NVFP4: 64}
+TOGETHER_TOKENS = 64  # most for which pieces of the shared expert are faster than linears
 _PIECE_COLUMNS = 16  # a block of NVFP4, so that a piece of down_proj has whole ones
 
 
@@ -37,9 +38,9 @@ def unsupported(
     routed_scale: float = 1.0,
     shared: SharedExpert | None = None,
     *,
+    joined: bool,
     tap: Tap | None = None,
 ) -> str | None:
-    """Why neither variant takes a call."""
     if tap is not None:
         return "experts' inputs are not collected on a device"
     if x.dtype != torch.bfloat16:
@@ -48,37 +49,10 @@ def unsupported(
         return "FP8 products need compute capability 8.9"
     if parts := [bank for bank in (up, down) if not _is_whole(bank)]:
         return f"NVFP4 weights come in tiles of {TILE} rows: {parts[0].name} has {parts[0].shape[0]}"
-    return None
-
-
-def unsupported_joined(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: ExpertBank,
-    down: ExpertBank,
-    routed_scale: float = 1.0,
-    shared: SharedExpert | None = None,
-    *,
-    tap: Tap | None = None,
-) -> str | None:
-    return unsupported(x, ids, weights, up, down, tap=tap) or not_joined(Experts(up, down, shared))
-
-
-def unsupported_beside(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: ExpertBank,
-    down: ExpertBank,
-    routed_scale: float = 1.0,
-    shared: SharedExpert | None = None,
-    *,
-    tap: Tap | None = None,
-) -> str | None:
-    if reason := unsupported(x, ids, weights, up, down, tap=tap):
+    reason = not_joined(Experts(up, down, shared))
+    if joined:
         return reason
-    return None if not_joined(Experts(up, down, shared)) else "the shared expert is joined to the others"
+    return None if reason else "the shared expert is joined to the others"
 
 
 def not_joined(layer: Experts) -> str | None:
@@ -99,13 +73,19 @@ def _is_whole(bank: ExpertBank) -> bool:
     return bank.scheme is not Scheme.NVFP4 or bank.shape[0] % TILE == 0
 
 
-def prepare_joined(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWeights, ExpertWeights] | None:
-    """The banks as kernels read them, with the shared expert's pieces, and its linears, which many tokens take; built
-    once. None where they are not joined."""
-    if not_joined(layer) or not (_is_whole(layer.up) and _is_whole(layer.down)):
-        return None
+def prepare(layer: Experts, resident: ResidentWeights, *, joined: bool) -> None:
+    """Build ahead of the first call what it needs, where this variant is for the layer and can be."""
+    if (not_joined(layer) is None) is joined and _is_whole(layer.up) and _is_whole(layer.down):
+        banks(layer, resident)
+        for weight in layer.shared or ():
+            _LINEAR[weight.scheme].prepare(weight, resident)
+
+
+def banks(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWeights, ExpertWeights]:
+    """Up and down as kernels read them, with the pieces of a shared expert that is joined; built once."""
     up, down, shared = layer
-    assert shared is not None, "joined"
+    if shared is None or not_joined(layer):
+        return _kept(up, tuple, resident), _kept(down, tuple, resident)
     inter = up.shape[0]
     starts = range(0, shared.up.shape[0], inter)
     return (
@@ -114,20 +94,7 @@ def prepare_joined(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWei
     )
 
 
-def prepare_beside(layer: Experts, resident: ResidentWeights) -> tuple[ExpertWeights, ExpertWeights] | None:
-    """The banks as kernels read them, and the shared expert's linears; built once. None where they are joined."""
-    if not not_joined(layer) or not (_is_whole(layer.up) and _is_whole(layer.down)):
-        return None
-    for weight in layer.shared or ():
-        _LINEAR[weight.scheme].prepare(weight, resident)
-    return prepare(layer.up, resident), prepare(layer.down, resident)
-
-
-def prepare(bank: ExpertBank, resident: ResidentWeights) -> ExpertWeights:
-    return _kept(bank, tuple, resident)
-
-
-def run_joined(
+def run(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -136,37 +103,22 @@ def run_joined(
     routed_scale: float = 1.0,
     shared: SharedExpert | None = None,
     *,
+    joined: bool,
     tap: Tap | None = None,
     resident: ResidentWeights,
     invariant: bool,
 ) -> Tensor:
-    banks = prepare_joined(Experts(up, down, shared), resident)
-    assert banks is not None, "a call that is not for this variant"
-    assert shared is not None, "a call that is not for this variant"
-    if invariant or len(x) <= TOGETHER_TOKENS[up.scheme]:
-        return _run(x, ids, weights, *banks, routed_scale, None, invariant)
+    first, second = banks(Experts(up, down, shared), resident)
+    ids, part = ids.to(torch.int32).contiguous(), None
     # Pieces have every token: from so many on the linears' kernels, which read a weight once, are faster.
-    part = _shared_part(x, shared, resident, invariant)
-    up_, down_ = (bank._replace(num_shared=0) for bank in banks)  # no id leads to a piece
-    return _run(x, ids, weights, up_, down_, routed_scale, part, invariant)
-
-
-def run_beside(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: ExpertBank,
-    down: ExpertBank,
-    routed_scale: float = 1.0,
-    shared: SharedExpert | None = None,
-    *,
-    tap: Tap | None = None,
-    resident: ResidentWeights,
-    invariant: bool,
-) -> Tensor:
-    part = None if shared is None else _shared_part(x, shared, resident, invariant)
-    banks = prepare(up, resident), prepare(down, resident)
-    return _run(x, ids, weights, *banks, routed_scale, part, invariant)
+    if shared is not None and not (joined and (invariant or len(x) <= TOGETHER_TOKENS)):
+        part = _shared_part(x, shared, resident, invariant)
+        first, second = first._replace(num_shared=0), second._replace(num_shared=0)  # no id leads to a piece
+    if not invariant and rows_mma.takes_experts(x, first, second, *ids.shape):
+        return rows_mma.experts(x, ids, weights, first, second, routed_scale, part)
+    if not invariant and nvfp4_wgmma.takes_experts(x, first, second, *ids.shape):
+        return nvfp4_wgmma.experts(x, ids, weights, first, second, routed_scale, part)
+    return experts(x, ids, weights, first, second, routed_scale, part, invariant=invariant)
 
 
 def _shared_part(x: Tensor, shared: SharedExpert, resident: ResidentWeights, invariant: bool) -> Tensor:
@@ -175,24 +127,6 @@ def _shared_part(x: Tensor, shared: SharedExpert, resident: ResidentWeights, inv
     hidden = first.run(x, shared.up, x.dtype, True, out_scale, resident=resident, invariant=invariant)
     part: Tensor = second.run(hidden, shared.down, x.dtype, resident=resident, invariant=invariant)
     return part
-
-
-def _run(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: ExpertWeights,
-    down: ExpertWeights,
-    routed_scale: float,
-    shared: Tensor | None,
-    invariant: bool,
-) -> Tensor:
-    ids = ids.to(torch.int32).contiguous()
-    if not invariant and rows_mma.takes_experts(x, up, down, *ids.shape):
-        return rows_mma.experts(x, ids, weights, up, down, routed_scale, shared)
-    if not invariant and nvfp4_wgmma.takes_experts(x, up, down, *ids.shape):
-        return nvfp4_wgmma.experts(x, ids, weights, up, down, routed_scale, shared)
-    return experts(x, ids, weights, up, down, routed_scale, shared, invariant=invariant)
 
 
 def _pieces(
@@ -271,17 +205,14 @@ def _given(scale: float | None, name: str) -> float:
     return scale
 
 
-for _name, _unsupported, _run_one, _prepare in (
-    ("joined", unsupported_joined, run_joined, prepare_joined),
-    ("beside", unsupported_beside, run_beside, prepare_beside),
-):
+for _joined in (True, False):
     register(
         op="moe_experts",
         arm="device",
-        variant=_name,
-        run=_run_one,
-        unsupported=_unsupported,
+        variant="joined" if _joined else "beside",
+        run=partial(run, joined=_joined),
+        unsupported=partial(unsupported, joined=_joined),
         resident=True,
         invariant=True,
-        prepare=_prepare,
+        prepare=partial(prepare, joined=_joined),
     )
