@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Machines with newer instructions compute the tests' sums in the order of the others. Libraries read this when they are
-# loaded.
-for _variable in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
-    os.environ.setdefault(_variable, "AVX2")
+import pytest
+import torch
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-from tests.support.seeded_checkpoint import write_seeded_checkpoint  # noqa: E402
-from tests.support.tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
-from tests.support.tiny_tokenizer import build_tokenizer  # noqa: E402
-from tests.support.variants import tiny  # noqa: E402
+from tests.support.seeded_checkpoint import write_seeded_checkpoint
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_tokenizer import build_tokenizer
+from tests.support.variants import tiny
 
 TEMPLATE_FILE = Path(__file__).parent / "data" / "chatml_template.jinja"
 

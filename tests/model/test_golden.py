@@ -10,20 +10,20 @@ import pytest
 from hemiola import LLM
 from hemiola.model.mixers.moe import MoEMixer
 from tests.support.golden import MODES, SCHEMES, read_golden, run
+from tests.support.golden_process import verdict
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_verdict_against_vllm(
     seeded_checkpoint: Callable[[str], Path], scheme: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    golden, noise = read_golden(scheme)
-    llm = LLM(seeded_checkpoint(scheme), arms="reference", dtype="bf16", max_num_seqs=24)
-    for mode in MODES:
-        figures = run(llm, golden, mode)
+    document = verdict(scheme, seeded_checkpoint(scheme))
+    assert list(document["modes"]) == list(MODES)
+    for mode, found in document["modes"].items():
         with capsys.disabled():
-            print(f"\n{scheme} {mode}: {figures.describe(noise)}", end="")
-        assert all(figures.verdict(noise).values()), f"{mode}: {figures.describe(noise)}"
-    assert {path.arm for path in llm.path_counts()} == {"reference"}
+            print(f"\n{scheme} {mode}: {found['figures']}", end="")
+        assert all(found["verdict"].values()), f"{mode}: {found['figures']}"
+    assert document["arms"] == ["reference"]
 
 
 def test_the_verdict_sees_a_defect(seeded_checkpoint: Callable[[str], Path]) -> None:
@@ -34,6 +34,6 @@ def test_the_verdict_sees_a_defect(seeded_checkpoint: Callable[[str], Path]) -> 
     for layer in llm.loaded.engine.model.layers:
         if isinstance(layer.mixer, MoEMixer):
             layer.mixer.routed_scaling_factor = 1.0
-    verdict = run(llm, golden, "prefill").verdict(noise)
-    assert not verdict["mean"]
-    assert not verdict["share"]
+    clauses = run(llm, golden, "prefill").verdict(noise)
+    assert not clauses["mean"]
+    assert not clauses["share"]
