@@ -8,7 +8,8 @@ size, which are experts of the bank for few tokens; `beside`, where it always ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,14 +206,18 @@ def _given(scale: float | None, name: str) -> float:
     return scale
 
 
+def _bound(function: Callable[..., Any], joined: bool) -> Callable[..., Any]:
+    return update_wrapper(partial(function, joined=joined), function)
+
+
 for _joined in (True, False):
     register(
         op="moe_experts",
         arm="device",
         variant="joined" if _joined else "beside",
-        run=partial(run, joined=_joined),
-        unsupported=partial(unsupported, joined=_joined),
+        run=_bound(run, _joined),
+        unsupported=_bound(unsupported, _joined),
         resident=True,
         invariant=True,
-        prepare=partial(prepare, joined=_joined),
+        prepare=_bound(prepare, _joined),
     )
