@@ -3,8 +3,8 @@
     PYTHONPATH=. python3 -m benchmarks.device_structured [--synthetic lightning-30b] [--batch 64] [--structured 1,8]
 
 Weights are drawn, the vocabulary is that of benchmarks.structured at the model's size, and every structured request
-writes an array of records that does not end. A step that holds one waits for the ids of the step before; masks are made
-while the device computes. The last line is a JSON document.
+writes an array of records that does not end. Masks are made when the ids of the step before are known, while the device
+computes. The last line is a JSON document.
 """
 
 from __future__ import annotations

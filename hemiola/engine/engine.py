@@ -1,10 +1,10 @@
 """Engine: owns a model, its caches and a scheduler; `step()` moves every scheduled request by one step.
 
 A step is: schedule, make the copies that the schedule asks for, run the model and sample, publish what it wrote (and
-copy the snapshots), collect the ids. On a GPU the ids are collected while the next step runs, which is scheduled with
-the tokens pending, unless a request needs more than its ids (forced ids, log-probabilities); then its own ids are
-drawn, by penalties and constraints that know all before. A request that turns out to be finished has run for one step
-too many; its row is dropped, and what it wrote belongs to nobody.
+copy the snapshots), collect the ids. On a GPU the next step is launched first, with the tokens pending, unless a
+request needs more than its ids (forced ids, log-probabilities). Once a step's ids are collected the next one's are
+drawn, while the device computes: penalties and constraints know all ids before. A request that turns out to be finished
+has run for one step too many; its row is dropped, and what it wrote belongs to nobody.
 
 What goes wrong for one request in sampling or log-probabilities ends that request; what goes wrong before leaves no
 cached content trusted: everything is computed again, and the error goes to the caller.

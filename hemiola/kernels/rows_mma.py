@@ -17,12 +17,12 @@ from torch import Tensor
 from hemiola.kernels.cuda import CudaFunction, CudaModule
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, align, combine, empty_parts, pairs_per_expert
 from hemiola.kernels.launch import is_interpreted, shared_memory, uses_pdl
+from hemiola.kernels.nvfp4 import GROUP, words_per_row
 from hemiola.kernels.tiles import PIECE_BYTES
 
 LINEAR, EXPERTS = "linear_rows_kernel", "experts_rows_kernel"
 _RELU_SQUARED, _WEIGHTED, _QUANTISED, _EARLY, _OUT_IN_PLACE, _X_IN_PLACE = 1, 2, 4, 8, 16, 32
 _LINEAR, _ALONE, _GROUPED = 0, 1, 2  # modes
-_GROUP_COLUMNS = 64  # that an NVFP4 row has a multiple of, in memory: nvfp4.GROUP
 _STEP_COLUMNS = {BF16: 32, FP8: 64, NVFP4: 128}  # of PIECE_BYTES each
 
 
@@ -168,8 +168,8 @@ def experts(
     pairs_per_token = top_k + up.num_shared
     inter = up.codes.shape[1]
     # Between the projections NVFP4's hidden lies as down's products read it, which spares every block the sorting.
-    in_place = scheme == NVFP4 and inter % _GROUP_COLUMNS == 0
-    width = -(-inter // _STEP_COLUMNS[NVFP4]) * _STEP_COLUMNS[NVFP4] if in_place else inter
+    in_place = scheme == NVFP4 and inter % GROUP == 0
+    width = 8 * words_per_row(inter) if in_place else inter
     hidden = torch.empty(num_tokens * pairs_per_token, width, dtype=hidden_type, device=x.device)
     if is_direct(scheme, num_tokens, pairs_per_token):
         tile, down_tile = DIRECT[scheme][num_tokens - 1]

@@ -355,17 +355,21 @@ def test_pairs_are_grouped_by_expert() -> None:
     for num_tokens, num_experts, top_k, tile in ((1, 128, 6, 16), (256, 512, 22, 16), (8192, 128, 6, 128)):
         order = torch.rand(num_tokens, num_experts, generator=g, device="cuda")
         ids = order.argsort(1)[:, :top_k].int().contiguous()
-        groups = kernels.align(ids, num_experts, tile)
-        counts = ids.flatten().bincount(minlength=num_experts)
-        tiles = (counts + tile - 1) // tile
-        used = int(tiles.sum())
-        assert int(groups.num_tiles) == used
-        owners = torch.arange(num_experts, device="cuda").repeat_interleave(tiles)
-        assert torch.equal(groups.tile_experts[:used].long(), owners)
-        pairs = groups.sorted_pairs[: used * tile].long()
-        real = pairs[pairs < ids.numel()]
-        assert torch.equal(real, ids.flatten().sort(stable=True).indices)
-        assert torch.equal(ids.flatten()[real].long(), owners.repeat_interleave(tile)[pairs < ids.numel()])
+        check_groups(ids, num_experts, tile)
+
+
+def check_groups(ids: Tensor, num_experts: int, tile: int) -> None:
+    """Pairs by expert, in their order, each expert's in tiles of its own."""
+    groups = kernels.align(ids, num_experts, tile)
+    tiles = (ids.flatten().bincount(minlength=num_experts) + tile - 1) // tile
+    used = int(tiles.sum())
+    assert int(groups.num_tiles) == used
+    owners = torch.arange(num_experts, device=ids.device).repeat_interleave(tiles)
+    assert torch.equal(groups.tile_experts[:used].long(), owners)
+    pairs = groups.sorted_pairs[: used * tile].long()
+    real = pairs[pairs < ids.numel()]
+    assert torch.equal(real, ids.flatten().sort(stable=True).indices)
+    assert torch.equal(ids.flatten()[real].long(), owners.repeat_interleave(tile)[pairs < ids.numel()])
 
 
 def test_every_code_with_every_scale() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from hemiola.formats.weight import Scheme
 from hemiola.kernels import nvfp4, nvfp4_wgmma
-from hemiola.kernels.experts import align
 from hemiola.kernels.nvfp4 import REMAINDER
 from hemiola.kernels.nvfp4_wgmma import WideTile
 from tests.device.test_experts import (
@@ -21,6 +20,7 @@ from tests.device.test_experts import (
     ODD,
     SEED,
     Inputs,
+    check_groups,
     distance,
     inputs,
     layer,
@@ -117,13 +117,4 @@ def test_many_pairs_are_grouped_by_expert(num_tokens: int, num_experts: int, top
     order[: num_tokens // 2, 3] = -1.0
     routed = order.argsort(1)[:, :top_k].int().contiguous()
     for ids in (routed, torch.full_like(routed, num_experts - 1)):
-        groups = align(ids, num_experts, tile)
-        tiles = (ids.flatten().bincount(minlength=num_experts) + tile - 1) // tile
-        used = int(tiles.sum())
-        assert int(groups.num_tiles) == used
-        owners = torch.arange(num_experts, device="cuda").repeat_interleave(tiles)
-        assert torch.equal(groups.tile_experts[:used].long(), owners)
-        pairs = groups.sorted_pairs[: used * tile].long()
-        real = pairs[pairs < ids.numel()]
-        assert torch.equal(real, ids.flatten().sort(stable=True).indices)
-        assert torch.equal(ids.flatten()[real].long(), owners.repeat_interleave(tile)[pairs < ids.numel()])
+        check_groups(ids, num_experts, tile)

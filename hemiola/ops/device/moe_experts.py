@@ -1,4 +1,4 @@
-"""Experts on a GPU: `kernels.experts` and `kernels.rows_mma`. Contract: `ops.moe_experts`.
+"""Experts on a GPU: `kernels.experts`, `kernels.rows_mma` and `kernels.nvfp4_wgmma`. Contract: `ops.moe_experts`.
 
 A bank of experts is kept packed in one tensor, which is filled expert by expert: what is needed for packing is one
 expert's weight as it is on disk. Two variants: `joined`, where the shared expert is cut into pieces of an expert's
