@@ -25,7 +25,7 @@ class DecodeTiling:
     shapes may ask for, per multiprocessor, before a request is split no further."""
 
     block_n: int = 64
-    min_tiles: int = 2
+    min_tiles: int = 4
     programs_per_sm: int = 2
     num_warps: int = 4
     num_stages: int = 3
@@ -181,18 +181,20 @@ def _decode_kernel(
 
     heads = row * (tl.num_programs(0) * GROUP) + heads
     if SPLIT:
+        is_part = tokens_per_split < seq_len
         part = heads * num_splits + split
-        tl.store(partial_max + part, largest, mask=is_head)
-        tl.store(partial_sum + part, total, mask=is_head)
+        tl.store(partial_max + part, largest, mask=is_head & is_part)
+        tl.store(partial_sum + part, total, mask=is_head & is_part)
         places = partial_out + part[:, None] * HEAD_DIM
-        tl.store(places + low_dims[None, :], out_low, mask=is_low)
-        tl.store(places + high_dims[None, :], out_high, mask=is_high)
-    else:
-        places = out + heads[:, None] * HEAD_DIM
-        out_low = tl.where(seq_len > 0, out_low / total[:, None] * v_scale, 0.0)
-        out_high = tl.where(seq_len > 0, out_high / total[:, None] * v_scale, 0.0)
-        tl.store(places + low_dims[None, :], out_low.to(tl.bfloat16), mask=is_low)
-        tl.store(places + high_dims[None, :], out_high.to(tl.bfloat16), mask=is_high)
+        tl.store(places + low_dims[None, :], out_low, mask=is_low & is_part)
+        tl.store(places + high_dims[None, :], out_high, mask=is_high & is_part)
+        is_low = is_low & (tokens_per_split >= seq_len)
+        is_high = is_high & (tokens_per_split >= seq_len)
+    places = out + heads[:, None] * HEAD_DIM
+    out_low = tl.where(seq_len > 0, out_low / total[:, None] * v_scale, 0.0)
+    out_high = tl.where(seq_len > 0, out_high / total[:, None] * v_scale, 0.0)
+    tl.store(places + low_dims[None, :], out_low.to(tl.bfloat16), mask=is_low)
+    tl.store(places + high_dims[None, :], out_high.to(tl.bfloat16), mask=is_high)
 
 
 @triton.jit(do_not_specialize=["num_splits", "min_tiles"])
@@ -221,6 +223,8 @@ def _combine_kernel(
     seq_len = tl.load(seq_lens + row)
     tokens_per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits), min_tiles) * BLOCK_N
     live = tl.cdiv(seq_len, tokens_per_split)
+    if live == 1:  # it has written the result itself
+        return
     # From the first split's largest on, every scaling is finite; without any split the sums stay zero.
     largest = tl.load(partial_max + head * num_splits, mask=live > 0, other=0.0)
     total = 0.0

@@ -2,7 +2,8 @@
 
 Weights are decoded in registers, which are an operand of wgmma; rows of x come through shared memory. A sum runs over
 the columns in order, in one accumulator: a token's result is the same to the bit for any tile and any neighbours. It
-differs in its last bits from what the kernels of `rows_mma` and Triton's compute, which sum in another order.
+differs in its last bits from what the kernels of `rows_mma` and Triton's compute, which sum in another order; so where
+rows must not differ it is taken for any number of tokens, whose addresses and strides torch's allocations make fit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class WideTile(NamedTuple):
     units: int
 
 
-EXPERTS_TILE = WideTile(128, 2)
+MANY = WideTile(128, 2)
 # From so many pairs an expert, on average, and so many tokens of a linear.
 LEAST_PAIRS, LEAST_TOKENS = 24.0, 128
 LEAST_TOKENS_OF_MANY = 17  # rows, so many that they fill a GPU in tiles of 256
@@ -90,12 +91,14 @@ def takes(x: Tensor, num_rows: int, words: int) -> bool:
     )
 
 
-def takes_experts(x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens: int, top_k: int) -> bool:
-    """Whether `experts` is for so many tokens of these experts."""
+def takes_experts(
+    x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens: int, top_k: int, invariant: bool = False
+) -> bool:
+    """Whether `experts` is for so many tokens of these experts; for any number of them where rows are not to differ."""
     return (
         up.scheme == NVFP4
         and down.scheme == NVFP4
-        and pairs_per_expert(num_tokens, top_k, up) >= LEAST_PAIRS
+        and (invariant or pairs_per_expert(num_tokens, top_k, up) >= LEAST_PAIRS)
         and all(takes(x, bank.codes.shape[1], bank.codes.shape[2]) for bank in (up, down))
     )
 
@@ -108,10 +111,11 @@ def experts(
     down: ExpertWeights,
     routed_scale: float,
     shared: Tensor | None,
-    tile: WideTile = EXPERTS_TILE,
+    tile: WideTile | None = None,
 ) -> Tensor:
-    """`kernels.experts.experts` for many pairs an expert, where `takes_experts` says so."""
+    """`kernels.experts.experts` for many pairs an expert, where `takes_experts` says so. No bit depends on the tile."""
     num_tokens, top_k = ids.shape
+    tile = tile or experts_tile(num_tokens, top_k, up)
     pairs_per_token = top_k + up.num_shared
     groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
     hidden = torch.empty(num_tokens * pairs_per_token, up.codes.shape[1], dtype=x.dtype, device=x.device)
@@ -157,16 +161,28 @@ def project(
     )  # fmt: skip
 
 
+def experts_tile(num_tokens: int, top_k: int, bank: ExpertWeights) -> WideTile:
+    """The tile for pairs that spread evenly."""
+    per_expert = pairs_per_expert(num_tokens, top_k, bank)
+    if per_expert >= LEAST_PAIRS:
+        return MANY
+    tokens = next(width for width in _WIDTHS if per_expert <= width)
+    tiles = min(len(bank.codes), num_tokens * (top_k + bank.num_shared))
+    return min((WideTile(tokens, units) for units in (2, 1)), key=lambda tile: cost(tile, tiles, bank.codes.shape[1]))
+
+
 def linear_tile(num_tokens: int, num_rows: int) -> WideTile:
-    """The tile with which the last blocks are done first: by rounds of blocks, and an item's work and fixed cost."""
+    """The tile with which the last blocks are done first."""
+    tiles = (WideTile(tokens, units) for units in (2, 1) for tokens in reversed(_WIDTHS))
+    return min(tiles, key=lambda tile: cost(tile, triton.cdiv(num_tokens, tile.tokens), num_rows))
 
-    def cost(tile: WideTile) -> float:
-        items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, _UNIT * tile.units)
-        # Microseconds of an item of 2688 columns, about, as an H200 took them with 64 to 16384 tokens.
-        item = 18 + 0.15 * tile.tokens if tile.units == 2 else 14 + 0.1 * tile.tokens
-        return float(triton.cdiv(items, num_sms()) * item)
 
-    return min((WideTile(tokens, units) for units in (2, 1) for tokens in reversed(_WIDTHS)), key=cost)
+def cost(tile: WideTile, num_tiles: int, num_rows: int) -> float:
+    """Of so many tiles of tokens: rounds of blocks, times microseconds of an item of 2688 columns, about, as an H200
+    took them with 64 to 16384 tokens."""
+    items = num_tiles * triton.cdiv(num_rows, _UNIT * tile.units)
+    item = 18 + 0.15 * tile.tokens if tile.units == 2 else 14 + 0.1 * tile.tokens
+    return float(triton.cdiv(items, num_sms()) * item)
 
 
 def linear(

@@ -117,7 +117,7 @@ def run(
         first, second = first._replace(num_shared=0), second._replace(num_shared=0)  # no id leads to a piece
     if not invariant and rows_mma.takes_experts(x, first, second, *ids.shape):
         return rows_mma.experts(x, ids, weights, first, second, routed_scale, part)
-    if not invariant and nvfp4_wgmma.takes_experts(x, first, second, *ids.shape):
+    if nvfp4_wgmma.takes_experts(x, first, second, len(ids), ids.shape[1], invariant):
         return nvfp4_wgmma.experts(x, ids, weights, first, second, routed_scale, part)
     return experts(x, ids, weights, first, second, routed_scale, part, invariant=invariant)
 
