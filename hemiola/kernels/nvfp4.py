@@ -5,12 +5,14 @@ group for j = 0 .. 7. So tile j of a tile of words is a tile of the words' shape
 by side. Decoding treats every word alike, wherever it lies: a compiler may put tiles into any layout, that of a tensor
 core's operand included, and nothing has to move between threads afterwards.
 
-Half a word (low: j = 0 .. 3, high: j = 4 .. 7) is four codes. The bits of a code, sign and magnitude, stand where one
-shift takes them to a bfloat16's sign and to the last bits of its exponent with the first of its mantissa, where they
-are the code's value times 2^-126:
+Half a word (low: j = 0 .. 3, high: j = 4 .. 7) is four codes. The bits of a code, sign and magnitude, stand where a
+shift or two take them to a bfloat16's sign and to the last bits of its exponent with the first of its mantissa, where
+they are the code's value times 2^-126:
 
     j = 0, 4: sign 15, magnitude 8 7 6        j = 1, 5: sign 12, magnitude 5 4 3
-    j = 2, 6: sign 9, magnitude 2 1 0         j = 3, 7: sign 14, magnitude 13 11 10
+    j = 2, 6: sign 14, magnitude 2 1 0        j = 3, 7: sign 13, magnitude 11 10 9
+
+so that one shift in four goes to the right: to the left a multiplication shifts, in another pipe than logic.
 
 A scale is one byte, five bits of exponent and three of mantissa: every e4m3 magnitude, the subnormal ones too, has such
 a byte b, with (b << 4) | 0x7000 the bfloat16 of the scale times 2^119; b = 0 comes with codes that are all zero. The
@@ -131,9 +133,9 @@ def pack_words_kernel(
         elif j % 4 == 1:
             half = ((code & 8) << 9) | ((code & 7) << 3)
         elif j % 4 == 2:
-            half = ((code & 8) << 6) | (code & 7)
+            half = ((code & 8) << 11) | (code & 7)
         else:
-            half = ((code & 8) << 11) | ((code & 4) << 11) | ((code & 3) << 10)
+            half = ((code & 8) << 10) | ((code & 7) << 9)
         word |= half << (16 * (j // 4))
     tl.store(words + word_row(row, num_groups * 8) + word_column(column), word, mask=in_row)
 
@@ -160,9 +162,9 @@ def code_bits(word, J: tl.constexpr):
     elif J % 4 == 1:
         bits = (half << 3) & -0x7E400000
     elif J % 4 == 2:
-        bits = (half << 6) & -0x7E400000
+        bits = ((half << 1) & -0x80000000) | ((half << 6) & 0x01C00000)
     else:
-        bits = ((half << 1) & -0x80000000) | ((half >> 4) & 0x00C00000) | ((half >> 5) & 0x01000000)
+        bits = ((half << 2) & -0x80000000) | ((half >> 3) & 0x01C00000)
     return bits
 
 
@@ -213,14 +215,14 @@ def decode_words(words, scales, ASM: tl.constexpr):
             prmt.b32 t, t, t, 0x2301;
             lop3.b32 s, t, c, e, 0xEA;
             shl.b32 $2, a, 6;
+            shl.b32 t, a, 1;
+            lop3.b32 $2, t, $2, z, 0xE4;
             and.b32 $2, $2, m;
             fma.rn.bf16x2 $2, $2, s, z;
-            shl.b32 $3, a, 1;
-            and.b32 $3, $3, z;
-            shr.b32 t, a, 4;
-            lop3.b32 $3, t, 0x00C000C0, $3, 0xEA;
-            shr.b32 t, a, 5;
-            lop3.b32 $3, t, 0x01000100, $3, 0xEA;
+            shr.b32 $3, a, 3;
+            shl.b32 t, a, 2;
+            lop3.b32 $3, t, $3, z, 0xE4;
+            and.b32 $3, $3, m;
             fma.rn.bf16x2 $3, $3, s, z;
             prmt.b32 t, $10, $11, 0x7632;
             lop3.b32 s, t, c, e, 0xEA;
@@ -232,14 +234,14 @@ def decode_words(words, scales, ASM: tl.constexpr):
             prmt.b32 t, t, t, 0x2301;
             lop3.b32 s, t, c, e, 0xEA;
             shl.b32 $6, b, 6;
+            shl.b32 t, b, 1;
+            lop3.b32 $6, t, $6, z, 0xE4;
             and.b32 $6, $6, m;
             fma.rn.bf16x2 $6, $6, s, z;
-            shl.b32 $7, b, 1;
-            and.b32 $7, $7, z;
-            shr.b32 t, b, 4;
-            lop3.b32 $7, t, 0x00C000C0, $7, 0xEA;
-            shr.b32 t, b, 5;
-            lop3.b32 $7, t, 0x01000100, $7, 0xEA;
+            shr.b32 $7, b, 3;
+            shl.b32 t, b, 2;
+            lop3.b32 $7, t, $7, z, 0xE4;
+            and.b32 $7, $7, m;
             fma.rn.bf16x2 $7, $7, s, z;
             }
             """,

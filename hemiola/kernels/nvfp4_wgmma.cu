@@ -161,8 +161,8 @@ __device__ __forceinline__ void decode(u32x2 words, u32 scales, int half, u32 ma
     spread(scales, half, mask, first, second);
     a[0] = mul2(w & m, first);
     a[1] = mul2((w << 3) & m, first);
-    a[2] = mul2((w << 6) & m, second);
-    a[3] = mul2(((w << 1) & 0x80008000u) | ((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u), second);
+    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
+    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
 }
 
 // A lane's part of a warp's two tiles of 16 rows, 64 rows apart: rows g and g + 8, of one step of 128 columns.

@@ -14,8 +14,9 @@
 // in bfloat16; what remains belongs to `alpha`.
 //
 // Defined from outside: SCHEME (0 bfloat16, 1 e4m3, 2 NVFP4), NT (tiles of 8 tokens), WR and WK (warps along rows, and
-// along columns: their sums are added in order), DEPTH (steps that a warp has under way, even), ROWS_KERNEL (a name, by
-// which a trace tells what it is for), MODE (below), TOP_K, NUM_SHARED and KS (of the down kernel).
+// along columns: their sums are added in order), DEPTH (steps that a warp has under way; even but with STAYS),
+// ROWS_KERNEL (a name, by which a trace tells what it is for), and MODE, or STAYS and WHOLE, or TOP_K, NUM_SHARED and KS, of
+// the three kernels below.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -30,8 +31,9 @@ typedef long long i64;
 #define FP8 1
 #define NVFP4 2
 
-constexpr int LINEAR = 0, ALONE = 1, GROUPED = 2;
+#ifndef STAYS
 static_assert(DEPTH % 2 == 0, "steps are loaded two at a time");
+#endif
 
 // Eights of columns that a lane has of a step, and columns of a step.
 constexpr int EIGHTS = SCHEME == NVFP4 ? 4 : SCHEME == FP8 ? 2 : 1, STEP_COLUMNS = 32 * EIGHTS;
@@ -79,8 +81,8 @@ __device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]
     const u32 m = 0x81C081C0u;
     a[0] = mul2(w & m, first);
     a[1] = mul2((w << 3) & m, first);
-    a[2] = mul2((w << 6) & m, second);
-    a[3] = mul2(((w << 1) & 0x80008000u) | ((w >> 4) & 0x00C000C0u) | ((w >> 5) & 0x01000100u), second);
+    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
+    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
 }
 
 #elif SCHEME == FP8
@@ -171,84 +173,53 @@ __device__ __forceinline__ u8 to_e4m3(float v) {
 
 __device__ __forceinline__ float rounded(float v) { return to_float(to_bf16(v)); }
 
-// Two steps of a lane's two rows, g and g + 8: codes and scales.
-struct Pair {
-    u32x4 upper[2], lower[2];
+// A sum in bfloat16's steps, and its squared ReLU, rounded again. NaN stays.
+__device__ __forceinline__ float finished(float sum, bool relu_squared) {
+    sum = rounded(sum);
+    return !relu_squared ? sum : sum > 0.f ? rounded(sum * sum) : sum < 0.f ? 0.f : sum * sum;
+}
+
+// A lane's two rows, g and g + 8, of a step: codes and scales.
+struct Step {
+    u32x4 upper, lower;
 #if SCHEME == NVFP4
-    u32 upper_scale[2], lower_scale[2];
+    u32 upper_scale, lower_scale;
 #endif
+
+    __device__ __forceinline__ void load(const u8 *codes, const u32 *scales) {
+        upper = load_codes(codes);
+        lower = load_codes(codes + 512);
+#if SCHEME == NVFP4
+        load_scales(scales, upper_scale, lower_scale);
+#endif
+    }
 };
 
-// One warp: 16 rows of weights times N tiles of 8 tokens, over the steps [first, last).
-template <int N>
-struct Products {
-    const u8 *codes;  // of the weight, the same for all lanes; what follows counts bytes, and words, from there
-    const u32 *scales;
-    u32 codes_at, scales_at;
-    int most;  // the last step at which the lane's bytes lie within the row; the first for a lane that has none
-    Pair ahead[DEPTH / 2];
-    float acc[N][2][4];  // two sums, so that a product need not wait for the one before
+// Where a lane's first bytes and scales lie in a tile of the weight.
+__device__ __forceinline__ u32 lane_codes() { return threadIdx.x % 32 * 16; }
+__device__ __forceinline__ u32 lane_scales() { return threadIdx.x % 32 / 4 * 4 + threadIdx.x % 4 / 2 * 2; }
 
-    // Rows past the end repeat the last ones.
-    __device__ __forceinline__ void start(const u8 *codes_, const u32 *scales_, int row, int num_rows, int columns,
-                                          int row_bytes, int first, int last) {
-        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        codes = codes_;
-        const u32 tile = min(row / 16, (num_rows - 1) / 16) * (row_bytes / 64);
-        codes_at = tile * 1024 + lane * 16;
-#if SCHEME == NVFP4
-        scales = scales_;
-        scales_at = tile * 32 + g * 4 + t / 2 * 2;
-        most = max(((columns + 63) / 64 * 32 - (int)t * 16 + 63) / 64 - 1, 0);
-#else
-        most = row_bytes / 64 - 1;
-#endif
-#pragma unroll
-        for (int i = 0; i < DEPTH / 2; i++)
-            if (first + 2 * i < last) load(ahead[i], first + 2 * i);
+// 16 rows of weights times N tiles of 8 tokens: a warp's sums, of which there are two, so that a product need not wait
+// for the one before.
+template <int N>
+struct Sums {
+    float acc[N][2][4];
+
+    __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[n][0][i] = acc[n][1][i] = 0.f;
     }
 
-    // Two steps follow on each other in memory. Where a lane's bytes lie behind the row's end it reads the step before
-    // again: its x is zero there.
-    __device__ __forceinline__ void load(Pair &pair, int step) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 at = min(step + i, most);
-            pair.upper[i] = load_codes(codes + (codes_at + at * 1024));
-            pair.lower[i] = load_codes(codes + (codes_at + at * 1024) + 512);
-#if SCHEME == NVFP4
-            load_scales(scales + (scales_at + at * 32), pair.upper_scale[i], pair.lower_scale[i]);
-#endif
-        }
-    }
-
-    // x: of each tile of tokens, the lane's place in its token's row.
-    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
-        for (int base = first; base < last; base += DEPTH) {
-#pragma unroll
-            for (int i = 0; i < DEPTH / 2; i++) {
-                const int step = base + 2 * i;
-                if (step < last) {
-                    multiply(ahead[i], 0, x, step, tiles_used);
-                    if (step + 1 < last) multiply(ahead[i], 1, x, step + 1, tiles_used);
-                    if (step + DEPTH < last) load(ahead[i], step + DEPTH);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void multiply(const Pair &pair, int i, const u16 *const (&x)[N], int step,
-                                             int tiles_used) {
-        const u32 upper_word[4] = {pair.upper[i].x, pair.upper[i].y, pair.upper[i].z, pair.upper[i].w};
-        const u32 lower_word[4] = {pair.lower[i].x, pair.lower[i].y, pair.lower[i].z, pair.lower[i].w};
+    // x: of each tile of tokens, the lane's place in its token's row, at this step.
+    __device__ __forceinline__ void add(const Step &step, const u16 *const (&x)[N], int at, int tiles_used) {
+        const u32 upper_word[4] = {step.upper.x, step.upper.y, step.upper.z, step.upper.w};
+        const u32 lower_word[4] = {step.lower.x, step.lower.y, step.lower.z, step.lower.w};
 #if SCHEME == NVFP4
         u32 u0, u1, l0, l1;
-        spread(pair.upper_scale[i], u0, u1);
-        spread(pair.lower_scale[i], l0, l1);
+        spread(step.upper_scale, u0, u1);
+        spread(step.lower_scale, l0, l1);
 #endif
 #pragma unroll
         for (int q = 0; q < EIGHTS; q++) {
@@ -266,7 +237,7 @@ struct Products {
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 if (N == 1 || n < tiles_used) {
-                    const u32x4 v = *(const u32x4 *)(x[n] + step * STEP_COLUMNS + q * 32);
+                    const u32x4 v = *(const u32x4 *)(x[n] + at + q * 32);
                     mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
                     mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
                 }
@@ -275,6 +246,56 @@ struct Products {
     }
 
     __device__ __forceinline__ float sum(int n, int i) const { return acc[n][0][i] + acc[n][1][i]; }
+};
+
+// One warp: 16 rows of weights, over the steps [first, last).
+template <int N>
+struct Products : Sums<N> {
+    const u8 *codes;  // of the weight, the same for all lanes; what follows counts bytes, and words, from there
+    const u32 *scales;
+    u32 codes_at, scales_at;
+    int most;  // the last step at which the lane's bytes lie within the row; the first for a lane that has none
+    Step ahead[DEPTH];
+
+    // Rows past the end repeat the last ones.
+    __device__ __forceinline__ void start(const u8 *codes_, const u32 *scales_, int row, int num_rows, int columns,
+                                          int row_bytes, int first, int last) {
+        codes = codes_;
+        scales = scales_;
+        const u32 tile = min(row / 16, (num_rows - 1) / 16) * (row_bytes / 64);
+        codes_at = tile * 1024 + lane_codes();
+        scales_at = tile * 32 + lane_scales();
+        most = row_bytes / 64 - 1;
+        if (SCHEME == NVFP4) most = max(((columns + 63) / 64 * 32 - (int)(threadIdx.x % 4) * 16 + 63) / 64 - 1, 0);
+#pragma unroll
+        for (int i = 0; i < DEPTH; i += 2)
+            if (first + i < last) load(i, first + i);
+        this->clear();
+    }
+
+    // Two steps follow on each other in memory. Where a lane's bytes lie behind the row's end it reads the step before
+    // again: its x is zero there.
+    __device__ __forceinline__ void load(int i, int step) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const u32 at = min(step + j, most);
+            ahead[i + j].load(codes + (codes_at + at * 1024), scales + (scales_at + at * 32));
+        }
+    }
+
+    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
+        for (int base = first; base < last; base += DEPTH) {
+#pragma unroll
+            for (int i = 0; i < DEPTH; i += 2) {
+                const int step = base + i;
+                if (step < last) {
+                    this->add(ahead[i], x, step * STEP_COLUMNS, tiles_used);
+                    if (step + 1 < last) this->add(ahead[i + 1], x, (step + 1) * STEP_COLUMNS, tiles_used);
+                    if (step + DEPTH < last) load(i, step + DEPTH);
+                }
+            }
+        }
+    }
 };
 
 // Eight columns of x, from c on, to where the products read them in shared memory.
@@ -290,6 +311,13 @@ __device__ __forceinline__ void spread_columns(u16 *to, u32x4 v, int c) {
     for (int i = 0; i < 8; i++) base[place_of(i)] = (u16)(words[i / 2] >> (i % 2 * 16));
 }
 
+// Eights of x that a thread has under way. More would spill on sm_100, for no other reason than the compiler's.
+#if defined(STAYS) && __CUDA_ARCH__ == 1000
+constexpr int AT_ONCE = SCHEME == NVFP4 ? 1 : 2;
+#else
+constexpr int AT_ONCE = 4;
+#endif
+
 // `count` rows of x, eight columns at a time, by all threads together; zeros behind a row's end. row(n): where the
 // n-th begins; a warp's lanes call it together, also for rows past the last. x is bfloat16, which for e4m3 weights is
 // quantised with `scale`. HOW: CODES, it is e4m3; IN_PLACE, for NVFP4, it lies as the products read it, in whole steps.
@@ -302,11 +330,11 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
     const float inverse = __frcp_rn(scale);
 #endif
     int n = 0, chunk = threadIdx.x;
-    for (int done = 0; done < count * chunks; done += 4 * threads) {
-        u32x4 v[4];
-        int rows[4], columns_of[4];
+    for (int done = 0; done < count * chunks; done += AT_ONCE * threads) {
+        u32x4 v[AT_ONCE];
+        int rows[AT_ONCE], columns_of[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             while (chunk >= chunks) {
                 chunk -= chunks;
                 n++;
@@ -328,7 +356,7 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             if (rows[i] >= count) continue;
 #if SCHEME == FP8
             if (HOW == CODES) {
@@ -348,71 +376,223 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
     }
 }
 
-// A tile of up to 8 NT tokens or pairs times 16 WR rows of one weight. alpha: by expert; null: one_alpha.
+#ifdef STAYS
+// All pairs, sorted by their experts, times the weights of these, by blocks that stay. A product is a tile of up to 8 NT
+// pairs times 16 rows of their expert's weights; they lie one after the other, a tile's rows side by side, and a block
+// takes as many of them as every other: mostly of one tile or two, whose rows of x it reads once. Its warps share a
+// tile's products by their steps, so that they end together: what a warp has of a product that the one before it has
+// begun it leaves to that one. So a warp's steps follow on each other in memory, from the first to the last.
 //
-// Tile y. GROUPED: its pairs are sorted_pairs[8 NT y ..], those below num_tokens, which come first, and its expert is
-// experts[y]; nothing happens from y = *num_tiles on. ALONE: pair y, of its own expert; experts are the routed ids.
-// LINEAR: tokens 8 NT y .. of one weight. Row p / pairs_per_x of x belongs to pair p.
-// The last num_shared of num_experts are pieces of the shared expert, which each token takes after top_k others.
+// Tile i: sorted_pairs[8 NT i ..], those below num_pairs, which come first, and expert experts[i]; there are *num_tiles.
+// Row p / pairs_per_x of x belongs to pair p. The last num_shared of num_experts are pieces of the shared expert, which each
+// token takes after top_k others. WHOLE: a row's steps are a multiple of DEPTH.
 // flags: 1 squared ReLU, 2 times pair_weights, but float32 into pieces (tokens, num_shared, rows) for those of the shared
-// expert, 4 quantised to e4m3 (out is bytes then), with out_scales[expert], or out_scale; 8 experts, sorted_pairs and
-// num_tiles were written before the kernel before this one, which waited for them.
-// x: bfloat16; for e4m3 weights quantised with input_scales[expert], or e4m3 without them. For NVFP4 weights, 16: rows of
-// out, and 32: of x, have whole steps of 128 columns, in the order in which products read them.
-extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
+// expert, 4 quantised to e4m3 (out is bytes then), with out_scales[expert]; 8 experts, sorted_pairs and num_tiles were
+// written before the kernel before this one, which waited for them.
+// x: bfloat16; for e4m3 weights quantised with input_scales[expert], or e4m3 without them.
+extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
     const u8 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *sorted_pairs,
-    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float *pieces, float one_alpha,
-    float out_scale, int num_tokens, int pairs_per_x, int top_k, int num_shared, int num_experts, int num_rows,
-    int columns, int row_bytes, int flags, const float *input_scales, const float *out_scales) {
+    const int *experts, const int *num_tiles, const float *pair_weights, void *out, float *pieces, int num_pairs,
+    int pairs_per_x, int top_k, int num_shared, int num_experts, int num_rows, int columns, int row_bytes, int flags,
+    const float *input_scales, const float *out_scales) {
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ int pairs[8 * NT];
+    __shared__ float factors[8 * NT];  // of a pair's sums
+    __shared__ float left[WR][NT][4][32];  // what a warp has of a product that another has begun
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int steps = row_bytes / 64, units = (steps + DEPTH - 1) / DEPTH;  // of a row, DEPTH steps each
+    const int x_row = padded_row(steps), row_tiles = (num_rows + 15) / 16;
+    const int pairs_per_token = top_k + num_shared, routed = num_experts - num_shared;
+    const bool is_codes = SCHEME == FP8 && input_scales == nullptr, is_weighted = flags & 2;
+    // Lanes without bytes of a row's last step do not read it: x is zero there, and codes of the same rows remain.
+    const bool skips = SCHEME == NVFP4 && units > 1 && (steps - 1) * 64 + t * 16 >= (columns + 63) / 64 * 32;
+    u16 *xs = (u16 *)shared;
+    if (!(flags & 8)) gdc_wait();
+    const int products = load_early(num_tiles) * row_tiles;
+    int at = (i64)products * blockIdx.x / gridDim.x;
+    const int end = (i64)products * (blockIdx.x + 1) / gridDim.x;
+    while (at < end) {
+        const int tile = at / row_tiles, first_row = at - tile * row_tiles, rows = min(row_tiles - first_row, end - at);
+        const int expert = load_early(experts + tile);
+        // Lane n: the pair of the tile's place n; num_pairs in one that is empty.
+        const int own = lane < 8 * NT ? load_early(sorted_pairs + tile * 8 * NT + lane) : num_pairs;
+        const auto first_unit = [&](int warp) { return rows * units * warp / WR; };
+        int unit = first_unit(warp);
+        const int last_unit = first_unit(warp + 1);
+        int row = unit / units, step = (unit - row * units) * DEPTH;
+        bool is_own = step == 0;
+        const i64 bank = expert * whole_rows(num_rows) * row_bytes;
+        const i64 start = (i64)(first_row + row) * steps + step;  // in tiles of the weight
+        const u8 *codes_at = codes + bank + start * 1024 + lane_codes();
+        const u32 *scales_at = scales + bank / 32 + start * 32 + lane_scales();
+        Step ahead[DEPTH];
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            ahead[i] = {};
+            if (unit < last_unit && step + i < steps && !(skips && step + i == steps - 1))
+                ahead[i].load(codes_at + i * 1024, scales_at + i * 32);
+        }
+        const int count = min(__popc(__ballot_sync(0xFFFFFFFFu, own < num_pairs)), 8 * NT);
+        const int own_row = own / pairs_per_x;
+        const bool is_piece = is_weighted && expert >= routed;
+        gdc_wait();  // has passed already but for the first time, and where what is above was early
+        gdc_launch_dependents();
+        __syncthreads();
+        const i64 x_bytes = is_codes ? x_stride : 2 * x_stride;
+        const auto x_of = [&](int n) { return x + __shfl_sync(0xFFFFFFFFu, own_row, n) * x_bytes; };
+        if (is_codes)
+            copy_rows<CODES>(xs, count, columns, steps, 1.f, x_of);
+        else
+            copy_rows<AS_IT_IS>(xs, count, columns, steps, SCHEME == FP8 ? input_scales[expert] : 1.f, x_of);
+        if (warp == 0 && lane < 8 * NT) {
+            const float scale = alpha != nullptr ? alpha[expert] : 1.f;
+            const bool has_weight = is_weighted && !is_piece && own < num_pairs;
+            pairs[lane] = own;
+            factors[lane] = has_weight ? pair_weights[own - own / pairs_per_token * num_shared] * scale : scale;
+        }
+        __syncthreads();
+        const u16 *place[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) place[n] = xs + (n * 8 + g < count ? n * 8 + g : 0) * x_row + t * 8;
+        Sums<NT> sums;
+        sums.clear();
+
+        const auto write = [&] {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                if (n * 8 >= count) break;
+                const int first = n * 8 + t * 2;  // the lane's two tokens, of each of its two rows
+                if (is_piece) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int pair = pairs[first + i % 2], r = (first_row + row) * 16 + g + i / 2 * 8;
+                        const i64 piece = (i64)(pair / pairs_per_token) * num_shared + expert - routed;
+                        if (pair < num_pairs && r < num_rows)
+                            pieces[piece * num_rows + r] = sums.sum(n, i) * factors[first + i % 2];
+                    }
+                    continue;
+                }
+                // The lane of the row beside, one further or one before, has the same tokens. Each keeps one, of both rows.
+                const int is_odd = g % 2, pair = pairs[first + is_odd];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    u32 pack = 0;
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float sum = sums.sum(n, half * 2 + i) * factors[first + i];
+                        pack |= (u32)to_bf16(finished(sum, flags & 1)) << (16 * i);
+                    }
+                    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, pack, 4);
+                    const u32 result = __byte_perm(pack, other, is_odd ? 0x3276 : 0x5410);
+                    const int r = (first_row + row) * 16 + half * 8 + g / 2 * 2;
+                    if (pair >= num_pairs || r >= num_rows) continue;
+                    const i64 to = (i64)pair * num_rows + r;
+                    if (flags & 4) {
+                        const float code_scale = out_scales[expert];
+                        u8 *bytes = (u8 *)out + to;
+                        bytes[0] = to_e4m3(__fdiv_rn(to_float((u16)result), code_scale));
+                        if (r + 1 < num_rows) bytes[1] = to_e4m3(__fdiv_rn(to_float(result >> 16), code_scale));
+                    } else if (num_rows % 2 == 0) {
+                        *(u32 *)((u16 *)out + to) = result;
+                    } else {
+                        ((u16 *)out)[to] = (u16)result;
+                        if (r + 1 < num_rows) ((u16 *)out)[to + 1] = result >> 16;
+                    }
+                }
+            }
+        };
+        const auto leave = [&] {
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) left[warp][n][i][lane] = sums.sum(n, i);
+        };
+
+        const int tiles_used = (count + 7) / 8;
+        for (; unit < last_unit; unit++) {
+            const int here = WHOLE ? DEPTH : min(DEPTH, steps - step);
+            const bool is_last = step + here == steps, is_more = unit + 1 < last_unit;
+            const int next = is_last ? 0 : step + DEPTH;
+            codes_at += here * 1024;
+            scales_at += here * 32;
+#pragma unroll
+            for (int i = 0; i < DEPTH; i++) {
+                if (WHOLE || i < here) sums.add(ahead[i], place, (step + i) * STEP_COLUMNS, tiles_used);
+                const bool is_there = is_more && (WHOLE || next + i < steps);
+                const bool may_skip = !WHOLE || i == DEPTH - 1;
+                if (is_there && !(may_skip && skips && next + i == steps - 1))
+                    ahead[i].load(codes_at + i * 1024, scales_at + i * 32);
+            }
+            step = next;
+            if (is_last) {
+                if (is_own)
+                    write();
+                else
+                    leave();
+                is_own = true;
+                sums.clear();
+                row++;
+            }
+        }
+        if (step > 0 && !is_own) leave();
+        __syncthreads();
+        if (step > 0 && is_own) {  // the product's other parts, in the order of steps
+            for (int other = warp + 1; other < WR && first_unit(other) < (row + 1) * units; other++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sums.acc[n][0][i] += left[other][n][i][lane];
+            write();
+        }
+        at += rows;
+    }
+    gdc_wait();
+}
+
+#elif defined(MODE)
+constexpr int LINEAR = 0, ALONE = 1;
+
+// A tile of tokens, or one pair, times 16 WR rows of one weight. alpha: by expert; null: one_alpha.
+//
+// LINEAR, tile y: tokens 8 NT y .. of one weight. ALONE: pair y, of its own expert; experts are the routed ids. Pairs and
+// pieces are as above.
+// flags: 1 squared ReLU, 4 quantised to e4m3 (out is bytes then), with out_scales[expert], or out_scale; 16, for NVFP4
+// weights: rows of out have whole steps of 128 columns, in the order in which products read them.
+// x: bfloat16; for e4m3 weights quantised with input_scales[expert], or e4m3 without them.
+extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
+    const u8 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *experts, void *out,
+    float one_alpha, float out_scale, int num_tokens, int pairs_per_x, int top_k, int num_shared, int num_experts,
+    int num_rows, int columns, int row_bytes, int flags, const float *input_scales, const float *out_scales) {
     extern __shared__ __align__(16) u8 shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, wr = warp / WK, wk = warp % WK;
     const int g = lane / 4, t = lane % 4;
     const int steps = (row_bytes + 63) / 64, x_row = padded_row(steps), row = (blockIdx.x * WR + wr) * 16;
     const int first = split_at(steps, wk, WK), last = row < num_rows ? split_at(steps, wk + 1, WK) : first;
     Products<NT> products;
-    const int tile = blockIdx.y, pairs_per_token = top_k + num_shared, routed = num_experts - num_shared;
-    // Lane n: the pair, or token, of the tile's place n; num_tokens in one that is empty.
-    int own, expert = 0;
+    const int tile = blockIdx.y, pairs_per_token = top_k + num_shared, k = tile % pairs_per_token;
+    // Which expert it is an earlier kernel says, but of the shared one's pieces.
+    const bool is_known = MODE == LINEAR || k >= top_k;
+    int expert = MODE == LINEAR ? 0 : num_experts - num_shared + k - top_k;
     const auto start = [&] {
         const i64 bank = expert * whole_rows(num_rows);
         products.start(codes + bank * row_bytes, scales + bank * (row_bytes / 32), row, num_rows, columns, row_bytes,
                        first, last);
     };
-    if (MODE == LINEAR) {
+    if (is_known) start();
+    gdc_wait();
+    if (!is_known) {
+        expert = load_early(experts + tile / pairs_per_token * top_k + k);
         start();
-        gdc_wait();
-        own = min(tile * 8 * NT + lane, num_tokens);
-    } else {
-        const bool is_early = flags & 8;
-        const int k = tile % pairs_per_token;
-        const bool is_known = MODE == ALONE && k >= top_k;
-        if (is_known) {
-            expert = routed + k - top_k;
-            start();
-        }
-        if (!is_early) gdc_wait();
-        if (MODE == ALONE) {
-            own = lane == 0 ? tile : num_tokens;
-            if (!is_known) expert = load_early(experts + tile / pairs_per_token * top_k + k);
-        } else {
-            if (tile >= load_early(num_tiles)) return;
-            expert = load_early(experts + tile);
-            own = lane < 8 * NT ? load_early(sorted_pairs + tile * 8 * NT + lane) : num_tokens;
-        }
-        if (!is_known) start();
-        if (is_early) gdc_wait();
     }
     gdc_launch_dependents();
-    const int count = min(__popc(__ballot_sync(0xFFFFFFFFu, own < num_tokens)), 8 * NT);
-    const int own_row = own / pairs_per_x;
+    const int first_token = MODE == LINEAR ? tile * 8 * NT : tile;
+    const int count = MODE == LINEAR ? min(num_tokens - first_token, 8 * NT) : 1;
     u16 *xs = (u16 *)shared;
     const bool is_codes = SCHEME == FP8 && input_scales == nullptr;
     const i64 x_bytes = is_codes ? x_stride : 2 * x_stride;
-    const auto x_of = [&](int n) { return x + __shfl_sync(0xFFFFFFFFu, own_row, n) * x_bytes; };
+    const auto x_of = [&](int n) { return x + (first_token + n) / pairs_per_x * x_bytes; };
     if (is_codes)
         copy_rows<CODES>(xs, count, columns, steps, 1.f, x_of);
-    else if (SCHEME == NVFP4 && MODE != LINEAR && flags & 32)
-        copy_rows<IN_PLACE>(xs, count, columns, steps, 1.f, x_of);
     else
         copy_rows<AS_IT_IS>(xs, count, columns, steps, SCHEME == FP8 ? input_scales[expert] : 1.f, x_of);
     __syncthreads();
@@ -429,37 +609,22 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
             sums[(wk * 8 * NT + n * 8 + t * 2 + i % 2) * 16 * WR + wr * 16 + g + i / 2 * 8] = products.sum(n, i);
     __syncthreads();
     const float scale = alpha != nullptr ? alpha[expert] : one_alpha;
-    const bool is_weighted = MODE != LINEAR && flags & 2, is_piece = is_weighted && expert >= routed;
     const float code_scale = out_scales != nullptr ? out_scales[expert] : out_scale;
-    for (int base = 0; base < count * 8 * WR; base += 32 * WR * WK) {  // two rows a thread
-        const int index = base + thread, n = index / (8 * WR), r = index % (8 * WR) * 2, row = blockIdx.x * 16 * WR + r;
-        const int pair = __shfl_sync(0xFFFFFFFFu, own, n);
-        if (n >= count || row >= num_rows) continue;
-        const int token = pair / pairs_per_token;
-        const float weight = is_weighted && !is_piece ? pair_weights[pair - token * num_shared] : 1.f;
+    for (int index = thread; index < count * 8 * WR; index += 32 * WR * WK) {  // two rows a thread
+        const int n = index / (8 * WR), r = index % (8 * WR) * 2, row = blockIdx.x * 16 * WR + r;
+        if (row >= num_rows) continue;
         float result[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float sum = 0.f;
 #pragma unroll
             for (int k = 0; k < WK; k++) sum += sums[(k * 8 * NT + n) * 16 * WR + r + i];
-            sum = sum * scale * weight;
-            if (is_piece) {
-                result[i] = sum;
-                continue;
-            }
-            sum = rounded(sum);
-            if (flags & 1) sum = sum > 0.f ? rounded(sum * sum) : (sum < 0.f ? 0.f : sum * sum);
-            result[i] = sum;
+            result[i] = finished(sum * scale, flags & 1);
         }
-        const i64 at = (i64)pair * num_rows + row;
+        const i64 at = (i64)(first_token + n) * num_rows + row;
         const bool is_last = row + 1 == num_rows;
-        if (is_piece) {
-            float *to = pieces + ((i64)token * num_shared + expert - routed) * num_rows + row;
-            to[0] = result[0];
-            if (!is_last) to[1] = result[1];
-        } else if (SCHEME == NVFP4 && MODE != LINEAR && flags & 16) {
-            u16 *to = (u16 *)out + (i64)pair * ((num_rows + 127) / 128 * 128) + place_of(row);
+        if (SCHEME == NVFP4 && MODE == ALONE && flags & 16) {
+            u16 *to = (u16 *)out + (i64)tile * ((num_rows + 127) / 128 * 128) + place_of(row);
             to[0] = to_bf16(result[0]);
             to[place_of(1)] = to_bf16(result[1]);
         } else if (flags & 4) {
@@ -475,8 +640,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
         }
     }
 }
-
-#ifdef TOP_K
+#else
 // 16 rows of a token's output: each of its experts' down projections by KS warps, weighted, rounded and added in routing
 // order, scaled, and with the shared part added, which is given or is the sum of NUM_SHARED experts more. hidden:
 // bfloat16; e4m3 for such weights. ids were written before the kernel before this one, which waited for them.

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from hemiola.kernels.cuda import CudaFunction, CudaModule
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, align, combine, empty_parts, pairs_per_expert
-from hemiola.kernels.launch import is_interpreted, shared_memory, uses_pdl
+from hemiola.kernels.launch import is_interpreted, num_sms, shared_memory, uses_pdl
 from hemiola.kernels.nvfp4 import GROUP, words_per_row
 from hemiola.kernels.tiles import PIECE_BYTES
 
 LINEAR, EXPERTS = "linear_rows_kernel", "experts_rows_kernel"
-_RELU_SQUARED, _WEIGHTED, _QUANTISED, _EARLY, _OUT_IN_PLACE, _X_IN_PLACE = 1, 2, 4, 8, 16, 32
-_LINEAR, _ALONE, _GROUPED = 0, 1, 2  # modes
+_RELU_SQUARED, _WEIGHTED, _QUANTISED, _EARLY, _OUT_IN_PLACE = 1, 2, 4, 8, 16
+_LINEAR, _ALONE = 0, 1  # modes
 _STEP_COLUMNS = {BF16: 32, FP8: 64, NVFP4: 128}  # of PIECE_BYTES each
 
 
@@ -35,6 +35,17 @@ class RowsTile:
     rows: int
     splits: int
     depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTile:
+    """tokens: as in RowsTile. warps: of a block. depth: steps that a warp has under way, any number; best one that
+    divides a row's. blocks: so many stay on a multiprocessor."""
+
+    tokens: int
+    warps: int
+    depth: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +70,9 @@ DIRECT = {
 DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
-    NVFP4: ((8.0, RowsTile(8, 8, 1, 2)), (18.0, RowsTile(16, 12, 1, 2))),
-    FP8: ((5.0, RowsTile(8, 8, 1, 4)), (18.0, RowsTile(16, 12, 1, 4))),
-    BF16: ((5.0, RowsTile(8, 8, 1, 4)), (30.0, RowsTile(16, 12, 1, 4))),
+    NVFP4: ((7.0, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 16, 3, 1)), (24.0, GroupTile(24, 12, 3, 1))),
+    FP8: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 16, 3, 1))),
+    BF16: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (30.0, GroupTile(24, 16, 3, 1))),
 }
 
 
@@ -82,9 +93,17 @@ def rows_options(scheme: int, tile: RowsTile, mode: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def group_options(scheme: int, tile: GroupTile, row_bytes: int) -> tuple[str, ...]:
+    is_whole = row_bytes // PIECE_BYTES % tile.depth == 0
+    return (
+        f"-DSCHEME={scheme}", f"-DNT={tile.tokens // 8}", f"-DWR={tile.warps}", f"-DDEPTH={tile.depth}",
+        f"-DROWS_KERNEL={EXPERTS}", f"-DSTAYS={tile.blocks}", f"-DWHOLE={int(is_whole)}",
+    )  # fmt: skip
+
+
 def down_options(scheme: int, tile: DownTile, top_k: int, num_shared: int) -> tuple[str, ...]:
     return (
-        f"-DSCHEME={scheme}", "-DNT=1", "-DWR=1", "-DWK=1", "-DMODE=0", f"-DDEPTH={tile.depth}",
+        f"-DSCHEME={scheme}", "-DNT=1", f"-DDEPTH={tile.depth}",
         f"-DTOP_K={top_k}", f"-DNUM_SHARED={num_shared}", f"-DKS={tile.splits}",
     )  # fmt: skip
 
@@ -92,7 +111,12 @@ def down_options(scheme: int, tile: DownTile, top_k: int, num_shared: int) -> tu
 @cache
 def _rows_function(scheme: int, tile: RowsTile, mode: int) -> CudaFunction:
     module = CudaModule(source(), rows_options(scheme, tile, mode))
-    return module.function(rows_name(mode), "PlPPPPPPPPPffiiiiiiiiiPP")
+    return module.function(rows_name(mode), "PlPPPPPffiiiiiiiiiPP")
+
+
+@cache
+def _group_function(options: tuple[str, ...]) -> CudaFunction:
+    return CudaModule(source(), options).function(EXPERTS, "PlPPPPPPPPPiiiiiiiiiPP")
 
 
 @cache
@@ -106,6 +130,16 @@ def rows_shared_bytes(scheme: int, tile: RowsTile, row_bytes: int) -> int:
     return max(tile.tokens * _x_row_bytes(scheme, row_bytes), 4 * tile.splits * tile.tokens * 16 * tile.rows)
 
 
+def group_shared_bytes(scheme: int, tile: GroupTile, row_bytes: int) -> int:
+    """Of a block: its rows of x."""
+    return tile.tokens * _x_row_bytes(scheme, row_bytes)
+
+
+def _group_fixed_bytes(tile: GroupTile) -> int:
+    """What the kernel has besides: what its warps leave to each other, and two numbers a pair."""
+    return tile.tokens * (16 * 4 * tile.warps + 8)
+
+
 def down_shared_bytes(scheme: int, tile: DownTile, pairs_per_token: int, row_bytes: int) -> int:
     return pairs_per_token * max(_x_row_bytes(scheme, row_bytes), 4 * tile.splits * 16)
 
@@ -114,8 +148,12 @@ def _x_row_bytes(scheme: int, row_bytes: int) -> int:
     return 2 * (-(-row_bytes // PIECE_BYTES) * _STEP_COLUMNS[scheme] | 32)
 
 
-def takes(scheme: int, x: Tensor, row_bytes: int, tile: RowsTile) -> bool:
-    """Whether rows of x and of codes can be read 16 bytes at a time, and a block finds room for them."""
+def takes(scheme: int, x: Tensor, row_bytes: int, tile: RowsTile | GroupTile) -> bool:
+    """Whether rows of x and of codes can be read 16 bytes at a time, and a tile's blocks find room for them."""
+    if isinstance(tile, RowsTile):
+        shared, blocks = rows_shared_bytes(scheme, tile, row_bytes), 1
+    else:
+        shared, blocks = group_shared_bytes(scheme, tile, row_bytes) + _group_fixed_bytes(tile), tile.blocks
     return (
         not is_interpreted()
         and len(x) > 0
@@ -124,7 +162,7 @@ def takes(scheme: int, x: Tensor, row_bytes: int, tile: RowsTile) -> bool:
         and x.data_ptr() % 16 == 0
         and row_bytes % 16 == 0
         and row_bytes >= PIECE_BYTES
-        and rows_shared_bytes(scheme, tile, row_bytes) <= shared_memory()
+        and blocks * shared <= shared_memory()
     )
 
 
@@ -134,6 +172,7 @@ def takes_experts(x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens:
     if scheme != down.scheme:
         return False
     row_bytes = max(bank.codes.shape[2] * bank.codes.element_size() for bank in (up, down))
+    tile: RowsTile | GroupTile
     pairs_per_token = top_k + up.num_shared
     if is_direct(scheme, num_tokens, pairs_per_token):
         tile, down_tile = DIRECT[scheme][num_tokens - 1]
@@ -167,32 +206,27 @@ def experts(
     scheme, hidden_type = up.scheme, torch.float8_e4m3fn if down_.scheme == FP8 else x.dtype
     pairs_per_token = top_k + up.num_shared
     inter = up.codes.shape[1]
-    # Between the projections NVFP4's hidden lies as down's products read it, which spares every block the sorting.
-    in_place = scheme == NVFP4 and inter % GROUP == 0
-    width = 8 * words_per_row(inter) if in_place else inter
-    hidden = torch.empty(num_tokens * pairs_per_token, width, dtype=hidden_type, device=x.device)
     if is_direct(scheme, num_tokens, pairs_per_token):
-        tile, down_tile = DIRECT[scheme][num_tokens - 1]
+        # Between the projections NVFP4's hidden lies as down's products read it, which spares every block the sorting.
+        in_place = scheme == NVFP4 and inter % GROUP == 0
+        width = 8 * words_per_row(inter) if in_place else inter
+        hidden = torch.empty(num_tokens * pairs_per_token, width, dtype=hidden_type, device=x.device)
+        row_tile, down_tile = DIRECT[scheme][num_tokens - 1]
         project(
-            x, pairs_per_token, up, top_k, None, ids, None, hidden, tile, out_scales=down_.input_scale,
-            out_in_place=in_place,
+            x, pairs_per_token, up, top_k, ids, hidden, row_tile, out_scales=down_.input_scale, out_in_place=in_place
         )  # fmt: skip
         columns = inter if in_place else None
         return down(hidden, down_, ids, weights, shared, routed_scale, x.shape[1], down_tile, columns)
     tile = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up))
     groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
-    project(
-        x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale, out_in_place=in_place
-    )  # fmt: skip
+    hidden = torch.empty(num_tokens * pairs_per_token, inter, dtype=hidden_type, device=x.device)
+    project_groups(x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale)
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
-    project(
-        hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces,
-        columns_in_place=inter if in_place else None,
-    )  # fmt: skip
+    project_groups(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
     return combine(parts, pieces, top_k, routed_scale, shared)
 
 
-def group_tile(scheme: int, per_expert: float) -> RowsTile:
+def group_tile(scheme: int, per_expert: float) -> GroupTile:
     """The tile for so many pairs an expert, the last one for more."""
     tiles = GROUP_TILES[scheme]
     return next((tile for most, tile in tiles if per_expert <= most), tiles[-1][1])
@@ -221,8 +255,8 @@ def linear(
         (triton.cdiv(num_rows, 16 * tile.rows), triton.cdiv(num_tokens, tile.tokens), 1),
         (32 * tile.rows * tile.splits, 1, 1),
         (
-            x, x.stride(0), words, scales, None, None, None, None, None, out, None, alpha, out_scale or 1.0,
-            num_tokens, 1, 1, 0, 0, num_rows, columns, row_bytes, flags, None, None,
+            x, x.stride(0), words, scales, None, None, out, alpha, out_scale or 1.0, num_tokens, 1, 1, 0, 0, num_rows,
+            columns, row_bytes, flags, None, None,
         ),
         shared_bytes=rows_shared_bytes(NVFP4, tile, row_bytes),
         pdl=uses_pdl(),
@@ -235,43 +269,65 @@ def project(
     pairs_per_x: int,
     bank: ExpertWeights,
     top_k: int,
-    sorted_pairs: Tensor | None,
-    experts: Tensor,
-    num_tiles: Tensor | None,
+    ids: Tensor,
     out: Tensor,
     tile: RowsTile,
     *,
     out_scales: Tensor | None = None,
+    out_in_place: bool = False,
+) -> None:
+    """The up projection of every pair alone, with its squared ReLU, into `out` (pairs, rows) bfloat16, or e4m3 with
+    out_scales. Row p // pairs_per_x of x, bfloat16, belongs to pair p; ids are the routed ones. out_in_place, for
+    NVFP4: rows of out have whole steps, in the order of products."""
+    num_rows = bank.codes.shape[1] if out_in_place else out.shape[1]
+    row_bytes = bank.codes.shape[2] * bank.codes.element_size()
+    flags = _RELU_SQUARED | _OUT_IN_PLACE * out_in_place | _QUANTISED * (out_scales is not None)
+    _rows_function(bank.scheme, tile, _ALONE).launch(
+        (triton.cdiv(num_rows, 16 * tile.rows), len(out), 1),
+        (32 * tile.rows * tile.splits, 1, 1),
+        (
+            x, x.stride(0), bank.codes, bank.block_scales, bank.scale, ids, out, 1.0, 1.0, len(out), pairs_per_x, top_k,
+            bank.num_shared, len(bank.codes), num_rows, x.shape[1], row_bytes, flags, bank.input_scale, out_scales,
+        ),
+        shared_bytes=rows_shared_bytes(bank.scheme, tile, row_bytes),
+        pdl=uses_pdl(),
+    )  # fmt: skip
+
+
+def project_groups(
+    x: Tensor,
+    pairs_per_x: int,
+    bank: ExpertWeights,
+    top_k: int,
+    sorted_pairs: Tensor,
+    experts: Tensor,
+    num_tiles: Tensor,
+    out: Tensor,
+    tile: GroupTile,
+    *,
+    out_scales: Tensor | None = None,
     pair_weights: Tensor | None = None,
     pieces: Tensor | None = None,
-    out_in_place: bool = False,
-    columns_in_place: int | None = None,
 ) -> None:
     """One projection of all pairs, into `out` (pairs, rows) bfloat16, or e4m3 with out_scales; that of the shared
     expert's pieces, weighted, into `pieces`.
 
     Without pair_weights: up, with its squared ReLU; with them: down, weighted, and right behind an up projection of the
     same groups, which it begins to read before up has ended. Row p // pairs_per_x of x belongs to pair p; bfloat16, or
-    e4m3 for down. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`; without
-    sorted_pairs each pair is alone, and experts are the routed ids. out_in_place, for NVFP4: rows of out have whole
-    steps, in the order of products; columns_in_place: so have x's, of so many columns.
+    e4m3 for down. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`.
     """
-    num_rows = bank.codes.shape[1] if out_in_place else out.shape[1]
     row_bytes = bank.codes.shape[2] * bank.codes.element_size()
     flags = _RELU_SQUARED if pair_weights is None else _WEIGHTED | _EARLY
-    flags |= _OUT_IN_PLACE * out_in_place | _X_IN_PLACE * (columns_in_place is not None)
-    num_tiles_at_most = len(out) if sorted_pairs is None else experts.numel()
-    _rows_function(bank.scheme, tile, _ALONE if sorted_pairs is None else _GROUPED).launch(
-        (triton.cdiv(num_rows, 16 * tile.rows), num_tiles_at_most, 1),
-        (32 * tile.rows * tile.splits, 1, 1),
+    _group_function(group_options(bank.scheme, tile, row_bytes)).launch(
+        (num_sms() * tile.blocks, 1, 1),
+        (32 * tile.warps, 1, 1),
         (
             x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, experts, num_tiles, pair_weights,
-            out, pieces, 1.0, 1.0, len(out), pairs_per_x, top_k, bank.num_shared, len(bank.codes), num_rows,
-            columns_in_place or x.shape[1],
+            out, pieces, len(out), pairs_per_x, top_k, bank.num_shared, len(bank.codes), out.shape[1], x.shape[1],
             row_bytes, flags | _QUANTISED * (out_scales is not None),
             None if x.dtype == torch.float8_e4m3fn else bank.input_scale, out_scales,
         ),
-        shared_bytes=rows_shared_bytes(bank.scheme, tile, row_bytes),
+        shared_bytes=group_shared_bytes(bank.scheme, tile, row_bytes),
         pdl=uses_pdl(),
     )  # fmt: skip
 
@@ -289,7 +345,8 @@ def down(
 ) -> Tensor:
     """Few tokens' output, (T, num_rows) bfloat16, from hidden (pairs, inter) bfloat16, FP8 e4m3, in the order of pairs:
     each expert's projection, their weighted sum, its scale and the shared part in one kernel. Right behind an up
-    projection of the same ids, as `project`, and with columns_in_place as there."""
+    projection of the same ids, which it begins to read before up has ended. columns_in_place: rows of hidden have whole
+    steps, of so many columns, in the order of products."""
     num_tokens, top_k = ids.shape
     row_bytes, pairs_per_token = bank.codes.shape[2] * bank.codes.element_size(), top_k + bank.num_shared
     out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=hidden.device)

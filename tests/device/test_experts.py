@@ -228,7 +228,7 @@ def test_every_tile_of_the_cuda_tables(scheme: Scheme) -> None:
             for tile, down_tile in rows_mma.DIRECT[name]:
                 poison(given, case)
                 between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
-                rows_mma.project(x, top_k, up, top_k, None, ids, None, between, tile, out_scales=down.input_scale)
+                rows_mma.project(x, top_k, up, top_k, ids, between, tile, out_scales=down.input_scale)
                 result = rows_mma.down(between, down, ids, weights, shared, 2.5, hidden, down_tile)
                 error = distance(result, exact)
                 print(f"{scheme.name} T={num_tokens} {tile} {down_tile}: {error:.2e}")
@@ -236,9 +236,9 @@ def test_every_tile_of_the_cuda_tables(scheme: Scheme) -> None:
             for _, tile in rows_mma.GROUP_TILES[name]:
                 groups = kernels.align(ids, num_experts, tile.tokens)
                 between = torch.empty(ids.numel(), up.codes.shape[1], dtype=hidden_type(scheme), device="cuda")
-                rows_mma.project(x, top_k, up, top_k, *groups, between, tile, out_scales=down.input_scale)
+                rows_mma.project_groups(x, top_k, up, top_k, *groups, between, tile, out_scales=down.input_scale)
                 parts = torch.full((ids.numel(), hidden), torch.nan, dtype=x.dtype, device="cuda")
-                rows_mma.project(between, 1, down, top_k, *groups, parts, tile, pair_weights=weights)
+                rows_mma.project_groups(between, 1, down, top_k, *groups, parts, tile, pair_weights=weights)
                 error = distance(kernels.combine(parts, None, top_k, 2.5, shared), exact)
                 print(f"{scheme.name} T={num_tokens} {tile}: {error:.2e}")
                 assert GAP * error < smallest
@@ -304,7 +304,7 @@ def test_quantised_activations_saturate_and_keep_nan() -> None:
         expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float().clamp(min=0).bfloat16()
         expected = (expected.float() ** 2).bfloat16()
         result = torch.empty(12, 64, dtype=torch.bfloat16, device="cuda")
-        rows_mma.project(x, 1, up, 1, None, ids, None, result, rows_mma.RowsTile(8, 2, 2, 2))
+        rows_mma.project(x, 1, up, 1, ids, result, rows_mma.RowsTile(8, 2, 2, 2))
         column = result[:, 5]
         assert torch.equal(column.isnan(), expected[:, 5].isnan())
         assert torch.equal(column.nan_to_num(7.0), expected[:, 5].nan_to_num(7.0))
