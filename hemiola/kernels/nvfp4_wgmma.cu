@@ -269,7 +269,8 @@ struct Copies {
         ready = ready + 1 == STAGES ? 0 : ready + 1;
     }
 
-    // Steps first .. last of `count` rows of x. row_at: where this thread's rows begin, in pieces.
+    // Steps first .. last of `count` rows of x; the last LAG are not told of. row_at: where this thread's rows begin, in
+    // pieces.
     __device__ __forceinline__ void run(const u16 *x, int columns, const u32 (&row_at)[TOKENS / 16], int count, int first,
                                         int last) {
         for (int step = first; step < last; step++) {
@@ -292,17 +293,20 @@ struct Copies {
             }
             ring.step();
         }
-        tell_rest<LAG - 1>(last - first);
     }
 
-    // Of the last stages, one after the other as they arrive.
-    template <int LEFT>
-    __device__ __forceinline__ void tell_rest(int steps) {
+    // What `run` has not told of so many steps: when all is there, or one after the other.
+    __device__ __forceinline__ void tell_all(int steps) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        for (int i = 0; i < min(LAG, steps); i++) tell();
+    }
+    template <int LEFT = LAG - 1>
+    __device__ __forceinline__ void tell_each(int steps) {
         if (steps > LEFT) {
             asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
             tell();
         }
-        if constexpr (LEFT > 0) tell_rest<LEFT - 1>(steps);
+        if constexpr (LEFT > 0) tell_each<LEFT - 1>(steps);
     }
 };
 
@@ -315,6 +319,9 @@ __device__ __forceinline__ void multiply(float (&acc)[TILES][N / 2], Weights &we
     for (int b = 0; b < TILES; b++)
 #pragma unroll
         for (int i = 0; i < N / 2; i++) acc[b][i] = 0.f;
+#ifdef SPLITS
+    pin(acc);  // or ptxas lets products wait for each other
+#endif
     weights.decode_quarter(0, 0, a[0]);
     u32 last_stage = 0;
     for (int step = 0; step < steps; step++) {
@@ -430,6 +437,7 @@ __device__ __forceinline__ void produce(const Given &given, u8 *ring_memory, Sha
             row_at[i] = (u32)(slot.pairs[row] / given.pairs_per_x) * (u32)(given.x_stride / 8);
         }
         copies.run(given.x, given.columns, row_at, count, 0, steps);
+        copies.tell_all(steps);
     }
     if (thread == 0) {
         shared.slots[n & 1].count = 0;
@@ -621,8 +629,11 @@ static_assert(TOKENS / 16 * TILES * PART_BYTES == STAGING_BYTES, "a block of a c
 
 struct alignas(16) f32x4 { float v[4]; };
 
-// All that the blocks did to their shared memory before it is seen by all after cluster_wait.
+// What was written to shared memory before is seen by the whole cluster after its cluster_wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ u32 address_in(u32 address, u32 block) {
@@ -638,23 +649,41 @@ __device__ __forceinline__ f32x4 load_from_cluster(u32 address) {
     return r;
 }
 
+// What a block does: steps of columns of a tile of tokens and two units of rows. rank: in the item's cluster.
+struct Item {
+    int rank, first_token, count, first_unit, first_step, last_step;
+
+    __device__ __forceinline__ Item(int num_tokens, int row_bytes) {
+        const int all_steps = row_bytes / 64, token_tiles = (num_tokens + TOKENS - 1) / TOKENS, item = blockIdx.x / SPLITS;
+        rank = blockIdx.x % SPLITS;
+        first_token = item % token_tiles * TOKENS;
+        count = min(num_tokens - first_token, TOKENS);
+        first_unit = item / token_tiles * 2;
+        first_step = all_steps * rank / SPLITS;
+        last_step = all_steps * (rank + 1) / SPLITS;
+    }
+    __device__ __forceinline__ int steps() const { return last_step - first_step; }
+};
+
 // Two warpgroups' side of a block. A part of the item's sums is 16 tokens times 64 rows of each warpgroup: part n * TILES
 // + b is tokens 16 n .. of tile b, of which a lane has eight sums.
 struct Consumer {
     const u8 *codes, *scales;
     void *out;
     float alpha, out_scale;
-    int num_rows, row_bytes, flags, first_token, count, unit, warpgroup, rank, first_step, last_step;
+    int num_rows, row_bytes, flags;
+    Item item;
+    int unit, warpgroup;
     u32 ring_memory, staging;
     Ring ring;
 
     __device__ __forceinline__ void consume() {
         Weights weights;
         const bool has_rows = unit * UNIT < num_rows;
-        if (has_rows) weights.start(codes, scales, 0, unit, num_rows, row_bytes, first_step);
+        if (has_rows) weights.start(codes, scales, 0, unit, num_rows, row_bytes, item.first_step);
         gdc_wait();
         if (!has_rows) {
-            for (int step = first_step; step < last_step; step++) {
+            for (int step = item.first_step; step < item.last_step; step++) {
                 ring.wait_full();
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) arrive(ring.empty + ring.stage * 8);
@@ -662,7 +691,7 @@ struct Consumer {
             }
             free_stages();
         } else {
-            const int quarters = (count + 31) / 32;
+            const int quarters = (item.count + 31) / 32;
             if (TOKENS == 128 && quarters == 4) run<TOKENS < 128 ? 32 : 128>(weights);
             else if (TOKENS >= 96 && quarters == 3) run<TOKENS < 96 ? 32 : 96>(weights);
             else if (TOKENS >= 64 && quarters == 2) run<TOKENS < 64 ? 32 : 64>(weights);
@@ -672,11 +701,11 @@ struct Consumer {
             cluster_arrive();
             cluster_wait();
             const int parts = num_parts();
-            const int first = parts * rank / SPLITS, last = parts * (rank + 1) / SPLITS;
+            const int first = parts * item.rank / SPLITS, last = parts * (item.rank + 1) / SPLITS;
             if (has_rows)
                 for (int part = first; part < last; part++) add(part, part - first);
             __syncwarp();
-            cluster_arrive();
+            cluster_arrive_relaxed();
             if (has_rows) write(first, last);
             // Nobody's shared memory is gone before it has been read.
             __syncwarp();
@@ -684,7 +713,7 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ int num_parts() const { return (count + 15) / 16 * TILES; }
+    __device__ __forceinline__ int num_parts() const { return (item.count + 15) / 16 * TILES; }
 
     // Both warpgroups have read all stages, and no copy is under way.
     __device__ __forceinline__ void free_stages() const {
@@ -698,7 +727,7 @@ struct Consumer {
     template <int N>
     __device__ __forceinline__ void run(Weights &weights) {
         float acc[TILES][N / 2];
-        multiply<N>(acc, weights, ring, ring_memory, last_step - first_step);
+        multiply<N>(acc, weights, ring, ring_memory, item.steps());
         free_stages();
 #pragma unroll
         for (int part = 0; part < N / 16 * TILES; part++) {
@@ -758,12 +787,12 @@ struct Consumer {
         sync_warpgroup<2>(warpgroup);
         for (int part = first; part < last; part++) {
             const int own_token = part / TILES * 16 + token, row = unit * UNIT + part % TILES * 64 + piece * 8;
-            if (own_token >= count || row >= num_rows) continue;
+            if (own_token >= item.count || row >= num_rows) continue;
             u32x4 v;
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + (part - first) * PART_BYTES)
                          : "memory");
-            const i64 at = (i64)(first_token + own_token) * num_rows + row;
+            const i64 at = (i64)(item.first_token + own_token) * num_rows + row;
             if (flags & 4) {
                 u32x2 bytes;
                 bytes.x = to_e4m3(v.x, out_scale) | to_e4m3(v.y, out_scale) << 16;
@@ -797,17 +826,14 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(3 * 
         }
     }
     __syncthreads();
-    const int rank = blockIdx.x % SPLITS, item = blockIdx.x / SPLITS, token_tiles = (num_tokens + TOKENS - 1) / TOKENS;
-    const int steps = row_bytes / 64, first_step = steps * rank / SPLITS, last_step = steps * (rank + 1) / SPLITS;
-    const int first_token = item % token_tiles * TOKENS, first_unit = item / token_tiles * 2;
-    const int count = min(num_tokens - first_token, TOKENS);
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        const u32 tile = first_unit * (4 * TILES) + threadIdx.x, first = tile * steps + first_step;
-        if (first_token == 0 && threadIdx.x < 8 * TILES && tile * 16 < num_rows) {
-            fetch_to_l2(codes + first * 1024, (last_step - first_step) * 1024);
-            fetch_to_l2(scales + first * 128, (last_step - first_step) * 128);
+        const Item item(num_tokens, row_bytes);
+        const u32 tile = item.first_unit * (4 * TILES) + threadIdx.x, first = tile * (row_bytes / 64) + item.first_step;
+        if (item.first_token == 0 && threadIdx.x < 8 * TILES && tile * 16 < num_rows) {
+            fetch_to_l2(codes + first * 1024, item.steps() * 1024);
+            fetch_to_l2(scales + first * 128, item.steps() * 128);
         }
         __syncwarp();
         gdc_wait();
@@ -816,19 +842,21 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(3 * 
         u32 row_at[TOKENS / 16];  // in pieces
 #pragma unroll
         for (int i = 0; i < TOKENS / 16; i++)
-            row_at[i] = (u32)(first_token + min(copies.first_row + i * 16, count - 1)) * (u32)(x_stride / 8);
-        copies.run(x, columns, row_at, count, first_step, last_step);
+            row_at[i] = (u32)(item.first_token + min(copies.first_row + i * 16, item.count - 1)) * (u32)(x_stride / 8);
+        copies.run(x, columns, row_at, item.count, item.first_step, item.last_step);
+        copies.tell_each(item.steps());
         if constexpr (SPLITS > 1) {
             __syncwarp();
             cluster_arrive();
             cluster_wait();
-            cluster_arrive();
+            cluster_arrive_relaxed();
             cluster_wait();
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        Consumer consumer{codes, scales, out, alpha, out_scale, num_rows, row_bytes, flags, first_token, count,
-                          first_unit + warpgroup - 1, warpgroup - 1, rank, first_step, last_step, address_of(base),
+        const Item item(num_tokens, row_bytes);
+        Consumer consumer{codes, scales, out, alpha, out_scale, num_rows, row_bytes, flags, item,
+                          item.first_unit + warpgroup - 1, warpgroup - 1, address_of(base),
                           address_of(staging) + (warpgroup - 1) * STAGING_BYTES,
                           Ring{0, 0, address_of(shared.full), address_of(shared.empty)}};
         consumer.consume();
