@@ -29,12 +29,13 @@ typedef long long i64;
 #endif
 
 // TOKENS: the most of a tile. TILES: of 64 rows of weights, of a warpgroup. LAG: copies of so many stages are under way
-// before one is waited for.
+// before one is waited for. DECODED: quarters of a step, being multiplied or next.
 #ifdef SPLITS
 constexpr int TOKENS = TILE_TOKENS, TILES = TILE_ROWS / 128;
 constexpr int STAGES = TOKENS < 64 ? 8 : 512 / TOKENS, LAG = STAGES < 8 ? STAGES - 2 : 4;
+constexpr int DECODED = TOKENS * TILES > 192 ? 2 : 4;
 #else
-constexpr int TOKENS = 128, TILES = 2, STAGES = 4, LAG = 2;
+constexpr int TOKENS = 128, TILES = 2, STAGES = 4, LAG = 2, DECODED = 2;
 #endif
 constexpr int UNIT = 64 * TILES;  // rows of weights of a warpgroup
 constexpr int WARPGROUP = 128;
@@ -314,7 +315,7 @@ struct Copies {
 template <int N>
 __device__ __forceinline__ void multiply(float (&acc)[TILES][N / 2], Weights &weights, Ring &ring, u32 ring_memory,
                                          int steps) {
-    u32 a[2][2][4];
+    u32 a[DECODED][2][4];
 #pragma unroll
     for (int b = 0; b < TILES; b++)
 #pragma unroll
@@ -334,16 +335,16 @@ __device__ __forceinline__ void multiply(float (&acc)[TILES][N / 2], Weights &we
 #pragma unroll
         for (int i = 0; i < 4 * TILES; i++) {  // quarter i / TILES of tile i % TILES
             const int q = i / TILES, next = (i + 1) % (4 * TILES), next_tile = next % TILES, next_q = next / TILES;
-            pin(a[i % 2]);
+            pin(a[i % DECODED]);
             open_products();
 #pragma unroll
             for (int p = 0; p < 2; p++)
-                product<N>(acc[i % TILES], a[i % 2][p], rows + q / 2 * (HALF_BYTES >> 4) + q % 2 * 4 + p * 2);
+                product<N>(acc[i % TILES], a[i % DECODED][p], rows + q / 2 * (HALF_BYTES >> 4) + q % 2 * 4 + p * 2);
             close_products();
-            wait_for_products<1>();
-            pin(a[next % 2]);
-            if (i == 0 && step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage * 8);
-            weights.decode_quarter(next_tile, next_q, a[next % 2]);
+            wait_for_products<DECODED - 1>();
+            pin(a[next % DECODED]);
+            if (i == DECODED - 2 && step > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage * 8);
+            weights.decode_quarter(next_tile, next_q, a[next % DECODED]);
             // The words of a group of 64 columns are decoded: those of the next step take their place.
             if (next_q % 2 == 1 && is_more) weights.load_group(next_tile, next_q / 2);
         }
@@ -847,10 +848,10 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(3 * 
         copies.tell_each(item.steps());
         if constexpr (SPLITS > 1) {
             __syncwarp();
-            cluster_arrive();
-            cluster_wait();
-            cluster_arrive_relaxed();
-            cluster_wait();
+            for (int i = 0; i < 2; i++) {
+                cluster_arrive_relaxed();
+                cluster_wait();
+            }
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
