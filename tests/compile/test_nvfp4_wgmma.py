@@ -1,5 +1,5 @@
-"""Products of wgmma overlap with decoding, which a compiler that is not sure of their registers does away with; and what
-tile is for what."""
+"""Products of wgmma overlap with decoding, which a compiler that is not sure of their registers does away with; and
+what tile is for what."""
 
 from __future__ import annotations
 
