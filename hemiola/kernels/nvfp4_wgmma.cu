@@ -15,8 +15,12 @@
 //
 // A sum runs over the columns in order, in one accumulator: it does not depend on the tile or on other tokens.
 //
+// With SPLITS it is another kernel, of a linear alone: a cluster of so many blocks is an item, and shares its columns
+// out. Each block adds all blocks' sums, out of their shared memory and in their order, for a share of the tokens.
+//
 // Defined from outside: WGMMA_KERNEL (a name, by which a trace tells what it is for), and product(), a wgmma of 64
-// rows, 16 columns and N tokens: see nvfp4_wgmma.py. With SPIN_LIMIT_NS nothing waits longer; the kernel traps instead.
+// rows, 16 columns and N tokens: see nvfp4_wgmma.py; with SPLITS also TILE_TOKENS and TILE_ROWS, of an item. With
+// SPIN_LIMIT_NS nothing waits longer for a copy or a free stage; the kernel traps instead.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -808,11 +812,11 @@ struct Consumer {
 
 // A cluster of SPLITS blocks is an item: up to TOKENS tokens times TILE_ROWS rows of one weight. Each block has its
 // share of the columns, and leaves its sums in its shared memory, where the ring was; then each adds all blocks' sums,
-// in their order, for its share of the tokens, and writes them. A sum depends on SPLITS alone, and with SPLITS 1 is that
-// of the kernel above.
+// in their order, for its share of the parts, and writes them. The order of a sum depends on SPLITS alone, and with
+// SPLITS 1 it is that of the kernel above. Nothing is kept between launches, and no memory but `out` is written.
 //
 // Rows of x lie x_stride elements apart, a multiple of 8, as is `columns`; num_rows is a multiple of 16, row_bytes of
-// 64: there are SPLITS such steps at least. flags: as above. Weights are read before the kernel before this one ends.
+// 64: there are SPLITS such steps at least. flags: as above. Weights are read while the kernel before this one runs.
 extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(3 * WARPGROUP, 1) WGMMA_KERNEL(
     const u16 *x, i64 x_stride, const u8 *codes, const u8 *scales, void *out, float alpha, float out_scale,
     int num_tokens, int num_rows, int columns, int row_bytes, int flags) {
