@@ -196,9 +196,10 @@ struct Weights {
         scales = scales_ + bank / 8;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            const u32 tile = min(unit * (4 * TILES) + b * 4 + warp, (num_rows - 1) / 16) * (row_bytes / 64) + first_step;
-            codes_at[b] = tile * 1024 + g * 64 + t * 8;
-            scales_at[b] = tile * 128 + g * 16;
+            const u32 tile = min(unit * (4 * TILES) + b * 4 + warp, (num_rows - 1) / 16);
+            const u32 at = tile * (row_bytes / 64) + first_step;
+            codes_at[b] = at * 1024 + g * 64 + t * 8;
+            scales_at[b] = at * 128 + g * 16;
         }
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
@@ -255,7 +256,8 @@ struct Ring {
 
 // ------------------------------------------------------------------------------------------------ the warpgroups
 
-// The producer's side of the ring. A thread copies the piece `piece` of 16 bytes of both halves of rows first_row + 16 i.
+// The producer's side of the ring. A thread copies the piece `piece` of 16 bytes of both halves of rows
+// first_row + 16 i.
 struct Copies {
     Ring ring;
     u32 to, ready = 0;  // ready: the first stage that has not been told to be full
@@ -274,10 +276,10 @@ struct Copies {
         ready = ready + 1 == STAGES ? 0 : ready + 1;
     }
 
-    // Steps first .. last of `count` rows of x; the last LAG are not told of. row_at: where this thread's rows begin, in
-    // pieces.
-    __device__ __forceinline__ void run(const u16 *x, int columns, const u32 (&row_at)[TOKENS / 16], int count, int first,
-                                        int last) {
+    // Steps first .. last of `count` rows of x; the last LAG are not told of. row_at: where this thread's rows begin,
+    // in pieces.
+    __device__ __forceinline__ void run(const u16 *x, int columns, const u32 (&row_at)[TOKENS / 16], int count,
+                                        int first, int last) {
         for (int step = first; step < last; step++) {
             ring.wait_empty();
 #pragma unroll
@@ -635,7 +637,9 @@ static_assert(TOKENS / 16 * TILES * PART_BYTES == STAGING_BYTES, "a block of a c
 struct alignas(16) f32x4 { float v[4]; };
 
 // What was written to shared memory before is seen by the whole cluster after its cluster_wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -659,7 +663,8 @@ struct Item {
     int rank, first_token, count, first_unit, first_step, last_step;
 
     __device__ __forceinline__ Item(int num_tokens, int row_bytes) {
-        const int all_steps = row_bytes / 64, token_tiles = (num_tokens + TOKENS - 1) / TOKENS, item = blockIdx.x / SPLITS;
+        const int all_steps = row_bytes / 64, token_tiles = (num_tokens + TOKENS - 1) / TOKENS;
+        const int item = blockIdx.x / SPLITS;
         rank = blockIdx.x % SPLITS;
         first_token = item % token_tiles * TOKENS;
         count = min(num_tokens - first_token, TOKENS);
@@ -670,8 +675,8 @@ struct Item {
     __device__ __forceinline__ int steps() const { return last_step - first_step; }
 };
 
-// Two warpgroups' side of a block. A part of the item's sums is 16 tokens times 64 rows of each warpgroup: part n * TILES
-// + b is tokens 16 n .. of tile b, of which a lane has eight sums.
+// Two warpgroups' side of a block. A part of the item's sums is 16 tokens times 64 rows of each warpgroup, eight sums
+// of a lane: part n * TILES + b is tokens 16 n .. of tile b.
 struct Consumer {
     const u8 *codes, *scales;
     void *out;
