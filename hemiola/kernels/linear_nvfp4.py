@@ -147,7 +147,8 @@ def linear_nvfp4(
     num_tokens = len(x)
     least = nvfp4_wgmma.LEAST_TOKENS if num_rows < MANY_ROWS else nvfp4_wgmma.LEAST_TOKENS_OF_MANY
     if (invariant or num_tokens >= least) and nvfp4_wgmma.takes(x, num_rows, words.shape[1]):
-        return nvfp4_wgmma.linear(x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale)
+        alpha = scale * REMAINDER
+        return nvfp4_wgmma.linear(x, words, scales, num_rows, alpha, relu_squared, out_scale, invariant=invariant)
     if not invariant:
         for most, few_rows, many_rows in MMA_TILES:
             tile = many_rows if num_rows >= MANY_ROWS else few_rows

@@ -4,6 +4,9 @@ Weights are decoded in registers, which are an operand of wgmma; rows of x come 
 the columns in order, in one accumulator: a token's result is the same to the bit for any tile and any neighbours. It
 differs in its last bits from what the kernels of `rows_mma` and Triton's compute, which sum in another order; so where
 rows must not differ it is taken for any number of tokens, whose addresses and strides torch's allocations make fit.
+
+A linear of so few tokens that its items leave half of the GPU idle shares out the columns, too (`SplitTile`): a cluster
+of blocks adds its sums in the order of the blocks. Their number is all that bits depend on then.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ SHARED_BYTES = 1024 + 4 * 32768 + 2 * 32768 + 4096
 THREADS = 384
 _RELU_SQUARED, _QUANTISED = 1, 4
 _UNIT, _GROUP_BYTES, _WIDTHS = 128, 64, (32, 64, 96, 128)
+_SPLIT_ROWS, _MOST_SPLITS = (256, 128), 8
 
 
 class WideTile(NamedTuple):
@@ -35,9 +39,18 @@ class WideTile(NamedTuple):
     units: int
 
 
+class SplitTile(NamedTuple):
+    """An item of a cluster. tokens: a multiple of 32 up to 128. rows: of weights, 128 or 256. splits: blocks, up to
+    eight, which share out the columns."""
+
+    tokens: int
+    rows: int
+    splits: int
+
+
 MANY = WideTile(128, 2)
 # From so many pairs an expert, on average, and so many tokens of a linear.
-LEAST_PAIRS, LEAST_TOKENS = 24.0, 128
+LEAST_PAIRS, LEAST_TOKENS = 24.0, 65
 LEAST_TOKENS_OF_MANY = 17  # rows, so many that they fill a GPU in tiles of 256
 
 
@@ -68,6 +81,17 @@ def source() -> str:
 @cache
 def function(name: str, options: tuple[str, ...] = ()) -> CudaFunction:
     return CudaModule(source(), (f"-DWGMMA_KERNEL={name}", *options)).function(name, "PlPPPPPPPPPPffiiiiiiiiiii")
+
+
+@cache
+def split_function(tile: SplitTile, options: tuple[str, ...] = ()) -> CudaFunction:
+    sizes = (f"-DSPLITS={tile.splits}", f"-DTILE_TOKENS={tile.tokens}", f"-DTILE_ROWS={tile.rows}")
+    return CudaModule(source(), (f"-DWGMMA_KERNEL={LINEAR}", *sizes, *options)).function(LINEAR, "PlPPPffiiiii")
+
+
+def split_shared_bytes(tile: SplitTile) -> int:
+    stages = 8 if tile.tokens < 64 else 512 // tile.tokens
+    return 1024 + stages * 256 * tile.tokens + 2 * tile.rows * tile.tokens + 1024
 
 
 @cache
@@ -171,10 +195,38 @@ def experts_tile(num_tokens: int, top_k: int, bank: ExpertWeights) -> WideTile:
     return min((WideTile(tokens, units) for units in (2, 1)), key=lambda tile: cost(tile, tiles, bank.codes.shape[1]))
 
 
-def linear_tile(num_tokens: int, num_rows: int) -> WideTile:
-    """The tile with which the last blocks are done first."""
-    tiles = (WideTile(tokens, units) for units in (2, 1) for tokens in reversed(_WIDTHS))
-    return min(tiles, key=lambda tile: cost(tile, triton.cdiv(num_tokens, tile.tokens), num_rows))
+def linear_tile(num_tokens: int, num_rows: int, steps: int, invariant: bool = False) -> WideTile | SplitTile:
+    """The tile with which the last blocks are done first. steps: of 128 columns; invariant: none shares them out."""
+    items = triton.cdiv(num_tokens, MANY.tokens) * triton.cdiv(num_rows, _UNIT * MANY.units)
+    if invariant or 2 * items > num_sms():
+        tiles = (WideTile(tokens, units) for units in (2, 1) for tokens in reversed(_WIDTHS))
+        return min(tiles, key=lambda tile: cost(tile, triton.cdiv(num_tokens, tile.tokens), num_rows))
+    return min(split_tiles(steps), key=lambda tile: split_cost(tile, num_tokens, num_rows, steps))
+
+
+def split_tiles(steps: int) -> list[SplitTile]:
+    """All of them, for so many steps of 128 columns."""
+    splits = range(1, min(_MOST_SPLITS, steps) + 1)
+    return [SplitTile(tokens, rows, n) for n in splits for rows in _SPLIT_ROWS for tokens in reversed(_WIDTHS)]
+
+
+def split_cost(tile: SplitTile, num_tokens: int, num_rows: int, steps: int) -> float:
+    """Rounds of clusters, times microseconds of one, by what bounds each of its parts on an H200.
+
+    A step's operands come from the L2 cache, 5.5 TB/s for all and 80 KB/us for one; its products take what `cost` has
+    measured. Sums are exchanged at 20 KB/us. 2 us are the latency of the first operands and the result, 1 us the
+    barriers of a cluster.
+    """
+    sms, items = num_sms(), triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
+    # Processors come in groups of 16 or 18, and a cluster stays in one.
+    at_once = sms // tile.splits if tile.splits <= 2 else sms // 16 * (16 // tile.splits)
+    bytes_per_us = min(80e3, 5.5e6 / (min(items, at_once) * tile.splits))
+    tokens = min(tile.tokens, 32 * triton.cdiv(num_tokens, 32))
+    step = max((256 * tokens + 72 * tile.rows) / bytes_per_us, tile.rows / 256 * (0.76 + 0.0071 * tokens))
+    took = 2 + triton.cdiv(steps, tile.splits) * step
+    if tile.splits > 1:
+        took += 1 + 4 * tokens * tile.rows * (1 - 1 / tile.splits) / 20e3
+    return float(triton.cdiv(items, at_once) * took)
 
 
 def cost(tile: WideTile, num_tiles: int, num_rows: int) -> float:
@@ -193,25 +245,42 @@ def linear(
     alpha: float,
     relu_squared: bool,
     out_scale: float | None,
-    tile: WideTile | None = None,
+    tile: WideTile | SplitTile | None = None,
     options: tuple[str, ...] = (),
+    invariant: bool = False,
 ) -> Tensor:
     """x (T, in) bfloat16 times one weight of `nvfp4.packed`: (T, num_rows) bfloat16, or e4m3 with out_scale.
 
-    alpha: multiplies the accumulator, `nvfp4.REMAINDER` included.
+    alpha: multiplies the accumulator, `nvfp4.REMAINDER` included. invariant: one order of summation for any T; columns
+    are shared out otherwise, where that is faster.
     """
     num_tokens, columns = x.shape
-    tile = tile or linear_tile(num_tokens, num_rows)
+    row_bytes = 4 * words.shape[1]
+    tile = tile or linear_tile(num_tokens, num_rows, row_bytes // _GROUP_BYTES, invariant)
     dtype = x.dtype if out_scale is None else torch.float8_e4m3fn
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     flags = _RELU_SQUARED * relu_squared | _QUANTISED * (out_scale is not None)
+    if isinstance(tile, SplitTile):
+        items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
+        assert tile.splits <= row_bytes // _GROUP_BYTES, f"{tile} of {row_bytes // _GROUP_BYTES} steps"
+        split_function(tile, options).launch(
+            (items * tile.splits, 1, 1),
+            (THREADS, 1, 1),
+            (
+                x, x.stride(0), words, scales, out, alpha, out_scale or 1.0, num_tokens, num_rows, columns, row_bytes,
+                flags,
+            ),
+            shared_bytes=split_shared_bytes(tile),
+            pdl=uses_pdl(),
+        )  # fmt: skip
+        return out
     items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, _UNIT * tile.units)
     function(LINEAR, options).launch(
         (min(num_sms(), items), 1, 1),
         (THREADS, 1, 1),
         (
             x, x.stride(0), words, scales, None, None, None, None, None, out, None, _counter(x.device), alpha,
-            out_scale or 1.0, num_tokens, 1, 1, 0, 1, num_rows, columns, 4 * words.shape[1], *tile, flags,
+            out_scale or 1.0, num_tokens, 1, 1, 0, 1, num_rows, columns, row_bytes, *tile, flags,
         ),
         shared_bytes=SHARED_BYTES,
         pdl=uses_pdl(),

@@ -1,17 +1,22 @@
-"""Many tokens times NVFP4 weights on wgmma: against the float64 ledger and its defects, and the same bits in any tile.
+"""Many tokens times NVFP4 weights on wgmma: against the float64 ledger and its defects, and the same bits in any tile,
+or in any with as many splits of the columns.
 
 Linears of many tokens run in test_linear.py, too.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 from hemiola.formats.weight import Scheme
 from hemiola.kernels import nvfp4, nvfp4_wgmma
+from hemiola.kernels.linear_nvfp4 import linear_nvfp4
 from hemiola.kernels.nvfp4 import REMAINDER
-from hemiola.kernels.nvfp4_wgmma import WideTile
+from hemiola.kernels.nvfp4_wgmma import SplitTile, WideTile
 from tests.device.test_experts import (
     DEFECTS,
     GAP,
@@ -27,13 +32,20 @@ from tests.device.test_experts import (
     ledger,
     poison,
     random_weight,
+    values,
 )
+from tests.support.linears import finished
+from tests.support.numerics import relative_error
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 
 TILES = [WideTile(tokens, units) for tokens in (128, 96, 64, 32) for units in (2, 1)]
+# 16 rows of the last unit of 128, columns of a last step that is not full, and nine steps.
+LINEARS = [(3712, 2688), (2688, 3712), (144, 1072)]
+SAFE = ("-DSPIN_LIMIT_NS=2000000000ull",)
+RAGGED = (1, 65, 100, 128, 129, 256, 300, 512)
 
 
 @pytest.mark.parametrize("geometry", [LIGHTNING, LATENT, ODD], ids=["lightning", "latent", "odd"])
@@ -69,19 +81,107 @@ def test_experts_do_not_depend_on_tiles_or_neighbours() -> None:
             assert torch.equal(run(Inputs(*(t[some] for t in given)), tile), together[some])
 
 
-@pytest.mark.parametrize(("out_size", "in_size"), [(3712, 2688), (2688, 3712), (144, 1072)])
-def test_linears_do_not_depend_on_tiles_or_neighbours(out_size: int, in_size: int) -> None:
+class Linear(NamedTuple):
+    dense: Tensor
+    packed: tuple[Tensor, Tensor]
+    alpha: float
+    x: Tensor
+
+    def run(
+        self,
+        x: Tensor,
+        tile: WideTile | SplitTile | None = None,
+        relu_squared: bool = False,
+        out_scale: float | None = None,
+        invariant: bool = False,
+    ) -> Tensor:
+        """In memory that was full of NaN."""
+        out_size = len(self.dense)
+        torch.full((len(x), out_size), torch.nan, dtype=torch.bfloat16, device="cuda")
+        return nvfp4_wgmma.linear(x, *self.packed, out_size, self.alpha, relu_squared, out_scale, tile, SAFE, invariant)
+
+
+def linear(out_size: int, in_size: int, num_tokens: int = 700) -> Linear:
+    """Rows of x are apart, and begin at 16 bytes."""
     g = torch.Generator("cuda").manual_seed(SEED)
     weight = random_weight(g, "w", Scheme.NVFP4, out_size, in_size, 1.0)
     assert weight.block_scale is not None
     assert weight.scale is not None
-    packed, alpha = nvfp4.packed(weight.data, weight.block_scale), weight.scale * REMAINDER
-    x = torch.randn(700, in_size, generator=g, device="cuda").bfloat16()
-    together = nvfp4_wgmma.linear(x, *packed, out_size, alpha, False, None)
-    for tile in TILES:
+    packed = nvfp4.packed(weight.data, weight.block_scale)
+    x = torch.randn(num_tokens, in_size + 8, generator=g, device="cuda").bfloat16()[:, 8:]
+    return Linear(values(weight), packed, weight.scale * REMAINDER, x)
+
+
+@pytest.mark.parametrize(("out_size", "in_size"), LINEARS)
+def test_linears_do_not_depend_on_tiles_or_neighbours(out_size: int, in_size: int) -> None:
+    case = linear(out_size, in_size)
+    together = case.run(case.x, TILES[0])
+    tiles: list[WideTile | SplitTile] = [*TILES, *nvfp4_wgmma.split_tiles(1)]
+    for tile in tiles:
         for some in (slice(0, 700), slice(0, 1), slice(100, 164), slice(50, 433)):
-            result = nvfp4_wgmma.linear(x[some], *packed, out_size, alpha, False, None, tile)
-            assert torch.equal(result, together[some])
+            assert torch.equal(case.run(case.x[some], tile), together[some]), (tile, some)
+    for num_tokens in RAGGED:
+        assert torch.equal(case.run(case.x[:num_tokens], invariant=True), together[:num_tokens])
+
+
+@pytest.mark.parametrize("splits", range(2, 9))
+@pytest.mark.parametrize(("out_size", "in_size"), LINEARS)
+def test_columns_that_a_cluster_shares_out(out_size: int, in_size: int, splits: int) -> None:
+    """Bits depend on the number of splits, and not on tiles, neighbours or who is first."""
+    case = linear(out_size, in_size, 512)
+    exact = case.x.double() @ case.dense.T
+    tiles = [tile for tile in nvfp4_wgmma.split_tiles(splits) if tile.splits == splits]
+    together = case.run(case.x, tiles[0])
+    error, other = relative_error(together, exact), relative_error(exact * (1 - 1 / splits / 10), exact)
+    print(f"{out_size}x{in_size} of {splits}: {error:.2e}, a tenth of a split dropped {other:.2e}")
+    assert error < 2.0**-8 < other
+    for tile in tiles:
+        for num_tokens in RAGGED:
+            for _ in range(3):
+                result = case.run(case.x[512 - num_tokens :], tile)
+                assert torch.equal(result, together[512 - num_tokens :]), (tile, num_tokens)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_epilogues_of_a_cluster_to_the_bit(splits: int) -> None:
+    case, scale = linear(2688, 1072, 200), 0.0137
+    for tile in (tile for tile in nvfp4_wgmma.split_tiles(splits) if tile.splits == splits):
+        for num_tokens in (70, 200):
+            x = case.x[:num_tokens]
+            plain = case.run(x, tile).cpu().double()
+            for relu_squared, out_scale in ((True, None), (True, scale), (False, scale)):
+                result = case.run(x, tile, relu_squared, out_scale)
+                assert torch.equal(result.cpu().double(), finished(plain, relu_squared, out_scale)), tile
+
+
+@pytest.mark.parametrize("num_tokens", RAGGED[1:])
+def test_a_graph_of_linears_follows_its_inputs(num_tokens: int) -> None:
+    """Up and down as the shared expert's, each starting while the one before it is still running."""
+    up, down = linear(3712, 2688, num_tokens), linear(2688, 3712, num_tokens)
+    x = up.x.contiguous()
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(8):
+            hidden = linear_nvfp4(y, *up.packed, 3712, up.alpha / REMAINDER, True)
+            y = linear_nvfp4(hidden, *down.packed, 2688, down.alpha / REMAINDER).clamp(-4, 4)
+        return y
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain()
+    for seed in range(3):
+        g = torch.Generator("cuda").manual_seed(SEED + seed)
+        x.copy_(torch.randn(x.shape, generator=g, device="cuda"))
+        graph.replay()
+        once = result.clone()
+        graph.replay()
+        assert torch.equal(result, once)
+        assert torch.equal(result, chain())
+        assert bool(result.isfinite().all())
+    assert torch.count_nonzero(nvfp4_wgmma._counter(x.device)) == 0
 
 
 def test_a_graph_of_a_chain_follows_its_inputs() -> None:

@@ -94,6 +94,11 @@ def resources(cubin: bytes, name: str) -> tuple[int, int, int]:
     return int(found[1]), int(found[2]), int(found[3])
 
 
+def assembly(cubin: bytes) -> str:
+    """A cubin's instructions."""
+    return _dump(cubin, "--dump-sass")
+
+
 def launch_bounds(cubin: bytes, name: str) -> int:
     """Threads of a block that a cubin's kernel is compiled for: 1024 without __launch_bounds__."""
     section = re.search(rf"^\.nv\.info\.{name}$.*?(?=^\.|\Z)", _dump(cubin, "--dump-elf"), re.M | re.S)
