@@ -3,7 +3,8 @@
 A program takes one KV head of one request and a contiguous run of whole KV tiles. All query heads of the KV head share
 its loads: they are the rows of one tensor-core tile. How many programs share a request is fixed by the shapes, so that
 a captured graph serves every length; which tiles each takes follows on the device from the request's length. With more
-than one split, a second kernel combines the partial results: a request's in a tree that the shapes fix.
+than one split, a second kernel combines the partial results, in an order that the shapes fix; with `invariant`, that
+the request's length fixes.
 
 Lengths and the first entries of the table are read before `gdc_wait`. The launch before calls `gdc_launch_dependents`
 behind its own wait or not at all, so what was launched before it has ended and is visible in the L2 cache, which these
@@ -42,7 +43,7 @@ INVARIANT_SPLIT_TOKENS = 1024
 
 
 class CombineTile(NamedTuple):
-    """Splits that a program of the combination loads at once, and of how many heads and dimensions."""
+    """What a program of the combination loads at once: so many splits, of so many heads and dimensions."""
 
     splits: int
     heads: int
@@ -54,22 +55,22 @@ class CombineTile(NamedTuple):
         return max(4, self.splits * self.heads * self.dims >> 10)
 
 
-_INVARIANT_COMBINE_SPLITS = 32
-_MOST_COMBINE_SPLITS = 256
-_FEW_COMBINE_SPLITS = 32  # up to here a program takes whole heads
-_FEW_SPLITS_DIMS = 2048  # partial values a program then takes at least
+_COMBINE_INVARIANT = 32  # splits at once
+_COMBINE_MOST = 256
+_COMBINE_FEW = 32  # splits up to which a program takes whole heads,
+_COMBINE_VALUES = 2048  # so many that it has as many partial values
 
 
 def combine_tile(num_splits: int, num_heads: int, head_dim: int, *, invariant: bool = False) -> CombineTile:
-    """All splits at once, of heads in turn or of slices of a head: many programs where there are few rows. invariant:
-    one tile for every number of splits, whose sums it orders."""
+    """All splits, of some heads or of a slice of one: few programs for many rows, many for few. invariant: the same
+    tile whatever the number of splits, since the order of the sums follows from it."""
     dims = max(32, triton.next_power_of_2(head_dim))
     if invariant:
-        return CombineTile(_INVARIANT_COMBINE_SPLITS, 1, dims)
-    splits = min(triton.next_power_of_2(num_splits), _MOST_COMBINE_SPLITS)
-    if splits > _FEW_COMBINE_SPLITS:
+        return CombineTile(_COMBINE_INVARIANT, 1, dims)
+    splits = min(triton.next_power_of_2(num_splits), _COMBINE_MOST)
+    if splits > _COMBINE_FEW:
         return CombineTile(splits, 1, 32)
-    heads = max(1, _FEW_SPLITS_DIMS // (splits * dims))
+    heads = max(1, _COMBINE_VALUES // (splits * dims))
     return CombineTile(splits, min(heads, triton.next_power_of_2(num_heads)), dims)
 
 
