@@ -29,6 +29,7 @@ from hemiola.kernels.launch import (
     capability,
     gdc_launch_dependents,
     gdc_wait,
+    is_interpreted,
     launch_options,
     uses_pdl,
 )
@@ -43,12 +44,13 @@ from hemiola.kernels.nvfp4 import (
     word_column,
     word_row,
 )
-from hemiola.kernels.quantize import quotient, relu_squared
+from hemiola.kernels.quantize import quotient
 from hemiola.kernels.tiles import tile_column, tile_row, tiled_shape, whole_rows, write_tiles
 
 BF16, FP8, NVFP4 = 0, 1, 2
 _BF16, _FP8, _NVFP4 = tl.constexpr(BF16), tl.constexpr(FP8), tl.constexpr(NVFP4)
 _LIFT = tl.constexpr(2.0**64)
+_COMPILED = tl.constexpr(not is_interpreted())
 
 
 class ExpertWeights(NamedTuple):
@@ -141,6 +143,34 @@ def quantise(x, scale):
 
 
 @triton.jit
+def _relu_squared(x):
+    """Of float32 that is rounded to bfloat16 first; the result rounded, too. NaN stays NaN."""
+    if _COMPILED:
+        x = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 v, zero, negative_zero;
+            mov.b32 zero, 0;
+            mov.b32 negative_zero, 0x80008000;
+            cvt.rn.bf16x2.f32 v, $2, $1;
+            max.NaN.bf16x2 v, v, zero;
+            fma.rn.bf16x2 $0, v, v, negative_zero;
+            }
+            """,
+            "=r,f,f",
+            [x],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        x = x.to(tl.bfloat16).to(tl.float32)
+        x = tl.where(x < 0, 0.0, x)
+        x = (x * x).to(tl.bfloat16)
+    return x
+
+
+@triton.jit
 def _row_products(
     x, codes, block_scales, input_scale, row, num_columns, row_size,
     SCHEME: tl.constexpr, QUANTISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -217,7 +247,7 @@ def up_rows_kernel(
         x + (pair // (TOP_K + NUM_SHARED)).to(tl.int64) * x_stride, codes, block_scales, own_input_scale,
         tl.minimum(row, num_rows - 1), num_columns, row_size, SCHEME, SCHEME == _FP8, ROWS, COLUMNS, STAGES,
     )  # fmt: skip
-    hidden = relu_squared(total * factor)
+    hidden = _relu_squared(total * factor)
     if QUANTISE_OUT:
         hidden = quantise(hidden.to(tl.float32), tl.load(next_input_scale + expert))
     tl.store(out + pair.to(tl.int64) * num_rows + row, hidden, mask=row < num_rows)
@@ -433,7 +463,7 @@ def grouped_kernel(
             acc *= tl.load(scale + expert)
         is_mine = is_pair[None, :] & (row < num_rows)[:, None]
         if IS_UP:
-            result = relu_squared(acc)
+            result = _relu_squared(acc)
             if QUANTISE_OUT:
                 result = quantise(result.to(tl.float32), tl.load(next_input_scale + expert))
             tl.store(out + pair.to(tl.int64)[None, :] * num_rows + row[:, None], result, mask=is_mine)
@@ -622,7 +652,8 @@ def experts_by_group(
     groups = None if single else align(ids, len(up.codes), up_tiles.pairs, up.num_shared)
     hidden = _empty_hidden(x, num_tokens * pairs_per_token, inter, down)
     inputs = quantise_pairs(x, ids, up) if up.scheme == FP8 else x
-    grouped(inputs, num_tokens * pairs_per_token // len(inputs), up, ids, groups, up_tiles, hidden, next_input_scale=down.input_scale)
+    pairs_per_x = num_tokens * pairs_per_token // len(inputs)
+    grouped(inputs, pairs_per_x, up, ids, groups, up_tiles, hidden, next_input_scale=down.input_scale)
     if groups is not None and down_tiles.pairs != up_tiles.pairs:
         groups = align(ids, len(down.codes), down_tiles.pairs, down.num_shared)
     parts, pieces = empty_parts(x, num_tokens, top_k, down)

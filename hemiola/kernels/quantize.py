@@ -17,13 +17,13 @@ from torch import Tensor
 from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, is_interpreted, launch_options, uses_pdl
 
 _BLOCK = 2048
-_COMPILED = tl.constexpr(not is_interpreted())  # the interpreter rounds the product of an fma, and has no instructions
+_ROUNDS_ONCE = tl.constexpr(not is_interpreted())  # an fma; the interpreter rounds its product, too
 
 
 @triton.jit
 def quotient(x, scale):
     """x / scale, to be converted to e4m3. x: float32 of bfloat16 values."""
-    if _COMPILED:
+    if _ROUNDS_ONCE:
         inverse = tl.div_rn(1.0, scale)
         # Cut off far beyond the largest code, where it could overflow; the remainder keeps infinity and NaN.
         q = tl.minimum(tl.maximum(x * inverse, -1024.0), 1024.0)
@@ -34,40 +34,12 @@ def quotient(x, scale):
 
 
 @triton.jit
-def relu_squared(y):
-    """Of float32 that is rounded to bfloat16 first; the result rounded, too. NaN stays NaN."""
-    if _COMPILED:
-        y = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 v, zero, negative_zero;
-            mov.b32 zero, 0;
-            mov.b32 negative_zero, 0x80008000;
-            cvt.rn.bf16x2.f32 v, $2, $1;
-            max.NaN.bf16x2 v, v, zero;
-            fma.rn.bf16x2 $0, v, v, negative_zero;
-            }
-            """,
-            "=r,f,f",
-            [y],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        y = y.to(tl.bfloat16).to(tl.float32)
-        y = tl.where(y < 0, 0.0, y)
-        y = (y * y).to(tl.bfloat16)
-    return y
-
-
-@triton.jit
 def finish_tile(y, out_scale, RELU_SQUARED: tl.constexpr, QUANTIZES: tl.constexpr):
     """y: any shape, float32 or bfloat16. Returns bfloat16 or e4m3."""
+    y = y.to(tl.bfloat16)
     if RELU_SQUARED:
-        y = relu_squared(y.to(tl.float32))
-    else:
-        y = y.to(tl.bfloat16)
+        positive = tl.where(y < 0, 0.0, y.to(tl.float32))  # NaN stays NaN
+        y = (positive * positive).to(tl.bfloat16)
     if QUANTIZES:
         y = quotient(y.to(tl.float32), out_scale).to(tl.float8e4nv)
     return y

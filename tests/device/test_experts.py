@@ -333,7 +333,7 @@ def test_one_input_scale_changes_no_bit() -> None:
     """Inputs quantised once a token or once a pair, for few pairs and for many."""
     num_experts, top_k, hidden, inter, _ = LIGHTNING
     up, down = layer(Scheme.FP8, num_experts, hidden, inter).packed
-    up = up._replace(input_scale=torch.full_like(up.input_scale, 0.013))
+    up = up._replace(input_scale=torch.full((num_experts,), 0.013, device="cuda"))
     for num_tokens in (1, 17, 300, 1500):
         given = inputs(num_tokens, num_experts, top_k, hidden)
         both = [

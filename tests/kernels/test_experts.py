@@ -135,11 +135,11 @@ def test_one_input_scale() -> None:
     """Of the routing's experts; pieces may have another."""
     g = generator(3)
     weights = banks(g, Scheme.FP8, Scheme.FP8, 32, 16)
-    equal = [ExpertBank(b.name, tuple(dataclasses.replace(w, input_scale=0.5) for w in b)) for b in weights]
+    up, down = (ExpertBank(b.name, tuple(dataclasses.replace(w, input_scale=0.5) for w in b)) for b in weights)
     shared = SharedExpert(random_weight(g, "s.up", Scheme.FP8, 32, 32), random_weight(g, "s.down", Scheme.FP8, 32, 32))
     assert [bank.one_input_scale for bank in packed_on_cpu(*weights)] == [False, False]
-    assert [bank.one_input_scale for bank in packed_on_cpu(*equal)] == [True, True]
-    joined = device.banks(Experts(*equal, shared), ResidentWeights(torch.device("cpu")))
+    assert [bank.one_input_scale for bank in packed_on_cpu(up, down)] == [True, True]
+    joined = device.banks(Experts(up, down, shared), ResidentWeights(torch.device("cpu")))
     assert [(bank.one_input_scale, bank.num_shared) for bank in joined] == [(True, 2), (True, 2)]
 
 
