@@ -14,23 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, is_interpreted, launch_options, uses_pdl
+from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
 
 _BLOCK = 2048
-_ROUNDS_ONCE = tl.constexpr(not is_interpreted())  # an fma; the interpreter rounds its product, too
 
 
 @triton.jit
 def quotient(x, scale):
     """x / scale, to be converted to e4m3. x: float32 of bfloat16 values."""
-    if _ROUNDS_ONCE:
-        inverse = tl.div_rn(1.0, scale)
-        # Cut off far beyond the largest code, where it could overflow; the remainder keeps infinity and NaN.
-        q = tl.minimum(tl.maximum(x * inverse, -1024.0), 1024.0)
-        q = tl.fma(tl.fma(q, -scale, x), inverse, q)
-    else:
-        q = tl.div_rn(x, scale)
-    return q
+    inverse = tl.div_rn(1.0, scale)
+    # Cut off far beyond the largest code, where it could overflow; the remainder keeps infinity and NaN.
+    q = tl.minimum(tl.maximum(x * inverse, -1024.0), 1024.0)
+    return tl.fma(tl.fma(q, -scale, x), inverse, q)
 
 
 @triton.jit
