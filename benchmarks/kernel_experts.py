@@ -198,7 +198,8 @@ def time_parts(
         inputs, pairs_per_x = x, TOP_K
         if scheme == FP8:
             launches.setdefault("quantise", []).append(partial(kernels.quantise_pairs, x, ids, up))
-            inputs, pairs_per_x = kernels.quantise_pairs(x, ids, up), 1
+            inputs = kernels.quantise_pairs(x, ids, up)
+            pairs_per_x = ids.numel() // len(inputs)
         groups = kernels.align(ids, NUM_EXPERTS, tiles.pairs)
         launches["align"].append(partial(kernels.align, ids, NUM_EXPERTS, tiles.pairs))
         launches["up"].append(

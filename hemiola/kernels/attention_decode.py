@@ -3,12 +3,18 @@
 A program takes one KV head of one request and a contiguous run of whole KV tiles. All query heads of the KV head share
 its loads: they are the rows of one tensor-core tile. How many programs share a request is fixed by the shapes, so that
 a captured graph serves every length; which tiles each takes follows on the device from the request's length. With more
-than one split, a second kernel combines the partial results in the order of the context.
+than one split, a second kernel combines the partial results, in an order that the shapes fix; with `invariant`, that
+the request's length fixes.
+
+Lengths and the first entries of the table are read before `gdc_wait`. The launch before calls `gdc_launch_dependents`
+behind its own wait or not at all, so what was launched before it has ended and is visible in the L2 cache, which these
+reads go to. Hence the contract: the launch before this one has written neither lengths nor the table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +40,38 @@ class DecodeTiling:
 DEFAULT = DecodeTiling()
 # Boundaries of the splits at fixed token counts, whatever the other rows and the width of the table.
 INVARIANT_SPLIT_TOKENS = 1024
-_COMBINE_SPLITS = 32
+
+
+class CombineTile(NamedTuple):
+    """What a program of the combination loads at once: so many splits, of so many heads and dimensions."""
+
+    splits: int
+    heads: int
+    dims: int
+
+    @property
+    def num_warps(self) -> int:
+        """As many as have 32 partial values a thread."""
+        return max(4, self.splits * self.heads * self.dims >> 10)
+
+
+_COMBINE_INVARIANT = 32  # splits at once
+_COMBINE_MOST = 256
+_COMBINE_FEW = 32  # splits up to which a program takes whole heads,
+_COMBINE_VALUES = 2048  # so many that it has as many partial values
+
+
+def combine_tile(num_splits: int, num_heads: int, head_dim: int, *, invariant: bool = False) -> CombineTile:
+    """All splits, of some heads or of a slice of one: few programs for many rows, many for few. invariant: the same
+    tile whatever the number of splits, since the order of the sums follows from it."""
+    dims = max(32, triton.next_power_of_2(head_dim))
+    if invariant:
+        return CombineTile(_COMBINE_INVARIANT, 1, dims)
+    splits = min(triton.next_power_of_2(num_splits), _COMBINE_MOST)
+    if splits > _COMBINE_FEW:
+        return CombineTile(splits, 1, 32)
+    heads = max(1, _COMBINE_VALUES // (splits * dims))
+    return CombineTile(splits, min(heads, triton.next_power_of_2(num_heads)), dims)
 
 
 @triton.jit
@@ -91,6 +128,11 @@ def _load_halves(
     return low, high
 
 
+@triton.jit
+def _tokens_per_split(seq_len, num_splits, min_tiles, BLOCK_N: tl.constexpr):
+    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits), min_tiles) * BLOCK_N
+
+
 @triton.jit(do_not_specialize=["stride_table", "num_splits", "min_tiles"])
 def _decode_kernel(
     q,
@@ -126,19 +168,23 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
+    seq_len = tl.load(seq_lens + row, cache_modifier=".cg")
+    tokens_per_split = _tokens_per_split(seq_len, num_splits, min_tiles, BLOCK_N)
+    first = split * tokens_per_split
+    end = tl.minimum(seq_len, first + tokens_per_split)
+    # The block numbers are fetched one tile ahead, so that the tile's own loads wait for nothing.
+    tile_tokens = tl.arange(0, BLOCK_N)
+    tokens = first + tile_tokens
+    table = block_table + row * stride_table
+    blocks = tl.load(table + tokens // BLOCK_SIZE, mask=tokens < end, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    seq_len = tl.load(seq_lens + row)
-    tokens_per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits), min_tiles) * BLOCK_N
-    first = split * tokens_per_split
     if SPLIT and first >= seq_len:
         return
-    end = tl.minimum(seq_len, first + tokens_per_split)
 
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, HALF)
-    tile_tokens = tl.arange(0, BLOCK_N)
     low_dims = 2 * dims if E4M3 else dims
     high_dims = 2 * dims + 1 if E4M3 else dims + HALF
     is_head = heads < GROUP
@@ -150,15 +196,11 @@ def _decode_kernel(
     q_high = tl.load(query + high_dims[None, :], mask=is_high, other=0.0)
     k_head = k_cache + kv_head.to(tl.int64) * stride_head
     v_head = v_cache + kv_head.to(tl.int64) * stride_head
-    table = block_table + row * stride_table
 
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     out_low = tl.zeros([BLOCK_G, HALF], tl.float32)
     out_high = tl.zeros([BLOCK_G, HALF], tl.float32)
-    # The block numbers are fetched one tile ahead, so that the tile's own loads wait for nothing.
-    tokens = first + tile_tokens
-    blocks = tl.load(table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     for start in range(first, end, BLOCK_N):
         tokens = start + tile_tokens
         is_token = tokens < end
@@ -197,7 +239,7 @@ def _decode_kernel(
     tl.store(places + high_dims[None, :], out_high.to(tl.bfloat16), mask=is_high)
 
 
-@triton.jit(do_not_specialize=["num_splits", "min_tiles"])
+@triton.jit(do_not_specialize=["num_heads", "num_splits", "min_tiles"])
 def _combine_kernel(
     partial_out,
     partial_max,
@@ -205,49 +247,54 @@ def _combine_kernel(
     seq_lens,
     out,
     v_scale,
+    num_heads,
     num_splits,
     min_tiles,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = row * tl.num_programs(1) + tl.program_id(1)
-    dims = tl.arange(0, BLOCK_D)
-    is_dim = dims < HEAD_DIM
+    seq_len = tl.load(seq_lens + row, cache_modifier=".cg")
+    tokens_per_split = _tokens_per_split(seq_len, num_splits, min_tiles, BLOCK_N)
+    live = tl.cdiv(seq_len, tokens_per_split)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    seq_len = tl.load(seq_lens + row)
-    tokens_per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits), min_tiles) * BLOCK_N
-    live = tl.cdiv(seq_len, tokens_per_split)
     if live == 1:  # it has written the result itself
         return
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_head = heads < num_heads
+    is_dim = dims < HEAD_DIM
+    heads = row * num_heads + heads
     # From the first split's largest on, every scaling is finite; without any split the sums stay zero.
-    largest = tl.load(partial_max + head * num_splits, mask=live > 0, other=0.0)
-    total = 0.0
-    mixed = tl.zeros([BLOCK_D], tl.float32)
+    largest = tl.load(partial_max + heads * num_splits, mask=is_head & (live > 0), other=0.0)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for start in range(0, live, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
-        is_split = splits < live
-        part = head * num_splits + splits
-        maxima = tl.load(partial_max + part, mask=is_split, other=float("-inf"))
-        sums = tl.load(partial_sum + part, mask=is_split, other=0.0)
+        is_part = (splits < live)[:, None] & is_head[None, :]
+        part = heads[None, :] * num_splits + splits[:, None]
+        maxima = tl.load(partial_max + part, mask=is_part, other=float("-inf"))
+        sums = tl.load(partial_sum + part, mask=is_part, other=0.0)
         parts = tl.load(
-            partial_out + part[:, None] * HEAD_DIM + dims[None, :],
-            mask=is_split[:, None] & is_dim[None, :],
+            partial_out + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=is_part[:, :, None] & is_dim[None, None, :],
             other=0.0,
         )
         new_largest = tl.maximum(largest, tl.max(maxima, 0))
-        shares = tl.exp2(maxima - new_largest)
+        shares = tl.exp2(maxima - new_largest[None, :])
         shrink = tl.exp2(largest - new_largest)
         total = total * shrink + tl.sum(sums * shares, 0)
-        mixed = mixed * shrink + tl.sum(parts * shares[:, None], 0)
+        mixed = mixed * shrink[:, None] + tl.sum(parts * shares[:, :, None], 0)
         largest = new_largest
-    mixed = tl.where(seq_len > 0, mixed / total * v_scale, 0.0)
-    tl.store(out + head * HEAD_DIM + dims, mixed.to(tl.bfloat16), mask=is_dim)
+    mixed = tl.where(seq_len > 0, mixed / total[:, None] * v_scale, 0.0)
+    places = out + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(places, mixed.to(tl.bfloat16), mask=is_head[:, None] & is_dim[None, :])
 
 
 def attention_decode(
@@ -332,21 +379,24 @@ def attention_decode(
         **launch_options(pdl),
     )
     if split:
-        _combine_kernel[(num_rows, num_heads)](
+        tile = combine_tile(num_splits, num_heads, head_dim, invariant=invariant)
+        _combine_kernel[(num_rows, triton.cdiv(num_heads, tile.heads), triton.cdiv(head_dim, tile.dims))](
             partial_out,
             partial_max,
             partial_sum,
             seq_lens,
             out,
             v_scale,
+            num_heads,
             num_splits,
             min_tiles,
             HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
             BLOCK_N=tiling.block_n,
-            BLOCK_S=_COMBINE_SPLITS,
+            BLOCK_S=tile.splits,
+            BLOCK_H=tile.heads,
+            BLOCK_D=tile.dims,
             PDL=pdl,
-            num_warps=4,
+            num_warps=tile.num_warps,
             **launch_options(pdl),
         )
     return out

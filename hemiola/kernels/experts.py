@@ -29,6 +29,7 @@ from hemiola.kernels.launch import (
     capability,
     gdc_launch_dependents,
     gdc_wait,
+    is_interpreted,
     launch_options,
     uses_pdl,
 )
@@ -43,11 +44,13 @@ from hemiola.kernels.nvfp4 import (
     word_column,
     word_row,
 )
+from hemiola.kernels.quantize import quotient
 from hemiola.kernels.tiles import tile_column, tile_row, tiled_shape, whole_rows, write_tiles
 
 BF16, FP8, NVFP4 = 0, 1, 2
 _BF16, _FP8, _NVFP4 = tl.constexpr(BF16), tl.constexpr(FP8), tl.constexpr(NVFP4)
 _LIFT = tl.constexpr(2.0**64)
+_COMPILED = tl.constexpr(not is_interpreted())
 
 
 class ExpertWeights(NamedTuple):
@@ -59,6 +62,7 @@ class ExpertWeights(NamedTuple):
     scale: (E,) float32, multiplies the accumulator: FP8 with the input's scale, NVFP4 with `REMAINDER`; BF16 None.
     input_scale: FP8 (E,) float32, else None.
     num_shared: how many of the E, at the end, are pieces of the shared expert.
+    one_input_scale: all others have the same one.
     """
 
     codes: Tensor
@@ -66,6 +70,7 @@ class ExpertWeights(NamedTuple):
     scale: Tensor | None
     input_scale: Tensor | None
     num_shared: int = 0
+    one_input_scale: bool = False
 
     @property
     def scheme(self) -> int:
@@ -133,18 +138,36 @@ def routed_place(pair, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr):
 
 @triton.jit
 def quantise(x, scale):
-    """float32 to e4m3 codes of x / scale, saturating; NaN stays."""
-    q = tl.div_rn(x, scale)
-    q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))
-    return q.to(tl.float8e4nv)
+    """e4m3 codes of x / scale, saturating; NaN stays. x: float32 of bfloat16 values."""
+    return quotient(x, scale).to(tl.float8e4nv)
 
 
 @triton.jit
 def _relu_squared(x):
-    """Of float32 that is rounded to bfloat16 first; the result rounded, too."""
-    x = x.to(tl.bfloat16).to(tl.float32)
-    x = tl.where(x < 0, 0.0, x)
-    return (x * x).to(tl.bfloat16)
+    """Of float32 that is rounded to bfloat16 first; the result rounded, too. NaN stays NaN."""
+    if _COMPILED:
+        x = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 v, zero, negative_zero;
+            mov.b32 zero, 0;
+            mov.b32 negative_zero, 0x80008000;
+            cvt.rn.bf16x2.f32 v, $2, $1;
+            max.NaN.bf16x2 v, v, zero;
+            fma.rn.bf16x2 $0, v, v, negative_zero;
+            }
+            """,
+            "=r,f,f",
+            [x],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        x = x.to(tl.bfloat16).to(tl.float32)
+        x = tl.where(x < 0, 0.0, x)
+        x = (x * x).to(tl.bfloat16)
+    return x
 
 
 @triton.jit
@@ -336,19 +359,24 @@ def align_kernel(
 @triton.jit
 def quantise_pairs_kernel(
     x, x_stride, ids, input_scale, out, num_columns,
-    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+    ONE_SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each pair's token, quantised with the pair's expert's input scale."""
-    pair = tl.program_id(0).to(tl.int64)
+    """Each pair's token, quantised with the pair's expert's input scale. A program takes PAIRS of a token; with
+    ONE_SCALE, the token itself."""
+    first = tl.program_id(0).to(tl.int64) * PAIRS
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < num_columns
-    token = pair // (TOP_K + NUM_SHARED)
+    token = first if ONE_SCALE else first // (TOP_K + NUM_SHARED)
     values = tl.load(x + token * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    codes = quantise(values, tl.load(input_scale + expert_of(ids, pair, TOP_K, NUM_SHARED, NUM_EXPERTS)))
-    tl.store(out + pair * num_columns + column, codes, mask=is_column)
+    for i in tl.static_range(PAIRS):
+        pair = first + i
+        expert = 0 if ONE_SCALE else expert_of(ids, pair, TOP_K, NUM_SHARED, NUM_EXPERTS)
+        codes = quantise(values, tl.load(input_scale + expert))
+        tl.store(out + pair * num_columns + column, codes, mask=is_column)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -493,6 +521,7 @@ FEW_TOKENS = {NVFP4: 4, FP8: 4, BF16: 4}
 # By scheme: what the same tokens take instead, every pair a tile of its own on tensor cores.
 SINGLE_TILES = {FP8: GroupTiles(64, 16, 256, 4, 4)}
 ALIGN_CHUNK = 2048  # pairs at a time
+QUANTISE_TOGETHER = 256  # from so many tokens on, one program quantises a token for all of its pairs
 # By scheme: from how many pairs an expert on, the tile.
 GROUP_TILES = {
     NVFP4: (
@@ -508,7 +537,7 @@ GROUP_TILES = {
 }
 # On Hopper, from how many pairs an expert on, those of up and of down, of as many pairs.
 HOPPER_TILES = {
-    FP8: (96, GroupTiles(128, 128, 128, 8, 3, fast=True), GroupTiles(256, 128, 64, 8, 5, fast=True)),
+    FP8: (96, GroupTiles(256, 128, 64, 8, 5, fast=True), GroupTiles(256, 128, 64, 8, 5, fast=True)),
     BF16: (96, GroupTiles(256, 128, 64, 8, 4), GroupTiles(256, 128, 64, 8, 4)),
 }
 
@@ -622,10 +651,8 @@ def experts_by_group(
         return torch.empty(0, size, dtype=x.dtype, device=x.device)
     groups = None if single else align(ids, len(up.codes), up_tiles.pairs, up.num_shared)
     hidden = _empty_hidden(x, num_tokens * pairs_per_token, inter, down)
-    if up.scheme == FP8:
-        inputs, pairs_per_x = quantise_pairs(x, ids, up), 1
-    else:
-        inputs, pairs_per_x = x, pairs_per_token
+    inputs = quantise_pairs(x, ids, up) if up.scheme == FP8 else x
+    pairs_per_x = num_tokens * pairs_per_token // len(inputs)
     grouped(inputs, pairs_per_x, up, ids, groups, up_tiles, hidden, next_input_scale=down.input_scale)
     if groups is not None and down_tiles.pairs != up_tiles.pairs:
         groups = align(ids, len(down.codes), down_tiles.pairs, down.num_shared)
@@ -694,14 +721,17 @@ def align(ids: Tensor, num_experts: int, tile: int, num_shared: int = 0) -> Grou
 
 
 def quantise_pairs(x: Tensor, ids: Tensor, up: ExpertWeights) -> Tensor:
-    """(pairs, in) e4m3 codes of each pair's token, with the input scale of its expert."""
-    num_tokens, top_k = ids.shape
-    num_pairs, size = num_tokens * (top_k + up.num_shared), x.shape[1]
-    out = torch.empty(num_pairs, size, dtype=torch.float8_e4m3fn, device=x.device)
+    """e4m3 codes of each pair's token, with the input scale of its expert: (pairs, in), or (T, in) where there is one
+    scale."""
+    num_tokens, pairs_per_token = len(ids), ids.shape[1] + up.num_shared
+    one_scale = up.one_input_scale and not up.num_shared
+    rows, size = num_tokens * (1 if one_scale else pairs_per_token), x.shape[1]
+    pairs = pairs_per_token if not one_scale and num_tokens >= QUANTISE_TOGETHER else 1
+    out = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     pdl, block = uses_pdl(), min(1024, triton.next_power_of_2(size))
-    quantise_pairs_kernel[num_pairs, triton.cdiv(size, block)](
+    quantise_pairs_kernel[rows // pairs, triton.cdiv(size, block)](
         x, x.stride(0), ids, up.input_scale, out, size,
-        **_counts(up, top_k), BLOCK=block, PDL=pdl, **launch_options(pdl),
+        **_counts(up, ids.shape[1]), PAIRS=pairs, ONE_SCALE=one_scale, BLOCK=block, PDL=pdl, **launch_options(pdl),
     )  # fmt: skip
     return out
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, launch_options, uses_pdl
+from hemiola.kernels.quantize import quotient
 
 _COLUMNS_PER_WARP = 512  # two 16-byte vectors of bfloat16 a thread
 
@@ -42,7 +43,7 @@ def _gated_rms_norm(
     normalised = (gated * scale).to(y.dtype).to(tl.float32)
     out = (normalised * weight).to(y.dtype)
     if QUANTIZES:
-        out = tl.div_rn(out.to(tl.float32), out_scale)
+        out = quotient(out.to(tl.float32), out_scale)
     tl.store(out_ptr + row * (GROUP * NUM_GROUPS) + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -19,6 +19,7 @@ from hemiola.kernels import experts as kernels
 from hemiola.kernels import rows_mma
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
+from hemiola.kernels.quantize import finish
 from hemiola.ops.device import moe_experts as device
 from hemiola.ops.resident import ResidentWeights
 from tests.support.weights import E2M1, SCHEMES
@@ -308,6 +309,38 @@ def test_quantised_activations_saturate_and_keep_nan() -> None:
         column = result[:, 5]
         assert torch.equal(column.isnan(), expected[:, 5].isnan())
         assert torch.equal(column.nan_to_num(7.0), expected[:, 5].nan_to_num(7.0))
+
+
+def test_codes_of_every_number() -> None:
+    """Quotients without a division are what divisions would give: every bfloat16 number, and its squared ReLU."""
+    x = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    positive = torch.where(x < 0, 0.0, x.float())
+    squared = (positive * positive).bfloat16()
+    assert_same(finish(x, relu_squared=True), squared)
+    for scale in (1.0, 0.011, 1e30, 0.7, 0.75, 6 / 448, 24 / 448, 1 / 3):
+        for relu_squared, y in ((False, x), (True, squared)):
+            expected = (y.float() / torch.tensor(scale, device="cuda")).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert_same(finish(x, relu_squared, scale), expected)
+
+
+def assert_same(result: Tensor, expected: Tensor) -> None:
+    assert result.dtype == expected.dtype
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.float().nan_to_num(7.0, 9.0), expected.float().nan_to_num(7.0, 9.0))
+
+
+def test_one_input_scale_changes_no_bit() -> None:
+    """Inputs quantised once a token or once a pair, for few pairs and for many."""
+    num_experts, top_k, hidden, inter, _ = LIGHTNING
+    up, down = layer(Scheme.FP8, num_experts, hidden, inter).packed
+    up = up._replace(input_scale=torch.full((num_experts,), 0.013, device="cuda"))
+    for num_tokens in (1, 17, 300, 1500):
+        given = inputs(num_tokens, num_experts, top_k, hidden)
+        both = [
+            experts(given.x, given.ids, given.weights, bank, down, 2.5, given.shared)
+            for bank in (up, up._replace(one_input_scale=True))
+        ]
+        assert torch.equal(*both)
 
 
 @every_scheme

@@ -79,7 +79,7 @@ def test_decode(heads: tuple[int, int, int], dtype: torch.dtype, invariant: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
-@pytest.mark.parametrize(("rows", "length"), [(1, 32768), (3, 5000), (64, 2048)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 32768), (1, 33000), (2, 9000), (3, 5000), (7, 20000), (64, 2048)])
 def test_decode_of_long_contexts(rows: int, length: int, dtype: torch.dtype) -> None:
     g = generator(rows)
     paged = Paged(g, [length] * rows, 2, 128, dtype, mark=64.0)
@@ -90,6 +90,28 @@ def test_decode_of_long_contexts(rows: int, length: int, dtype: torch.dtype) -> 
     for row in {0, rows // 2, rows - 1}:
         one = slice(row, row + 1)
         compare(f"{rows} x {length}", q[one], paged, row, dtype, out[one], expected[one])
+    assert torch.equal(device.paged_attention_decode(*arguments, invariant=False), out)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("rows", [2, 5, 40, 100])
+def test_decode_of_ragged_rows(rows: int, invariant: bool) -> None:
+    """Rows without tokens, with one split and with several, in a table that is wider than any needs."""
+    g = generator(rows)
+    lengths = [(0, 9000, 130, 1, 700)[i % 5] + 3 * i * (i % 5 > 0) for i in range(rows)]
+    paged = Paged(g, lengths, 2, 128, mark=64.0)
+    table = torch.nn.functional.pad(paged.table, (0, 3000), value=-1)
+    q = queries(g, rows, 32, 128)
+    arguments = q, paged.k_cache, paged.v_cache, table, paged.lens, 128**-0.5, *SCALES
+    with poisoned_allocations():
+        out = device.paged_attention_decode(*arguments, invariant=invariant)
+    expected = reference.paged_attention_decode(*arguments)
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        if length == 0:
+            assert out[row].eq(0).all()
+        else:
+            compare(f"row {row}, {length} tokens", q[one], paged, row, torch.bfloat16, out[one], expected[one])
 
 
 def test_invariant_decode_depends_on_the_row_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hemiola.kernels.attention_decode import DecodeTiling, attention_decode
+from hemiola.kernels.attention_decode import CombineTile, DecodeTiling, attention_decode, combine_tile
 from hemiola.ops.paged_attention import paged_attention_decode
 from tests.support.numerics import assert_ledger, bf16, generator, randn
 from tests.support.paged import Paged, attend
@@ -56,6 +56,48 @@ def test_equals_float64(
     hidden = {"last token": slice(69, 70), "first": slice(0, 1), "a tile": slice(16, 32)}
     wrong = {name: attend(*last, hide=where) for name, where in hidden.items()}
     assert_separates("longest", out[longest:], reference[longest:], attend(*last), wrong)
+
+
+@pytest.mark.parametrize("length", [16 * 33, 16 * 130 - 5, 16 * 257 + 1], ids=str)
+def test_many_splits(length: int) -> None:
+    """A tile of tokens each: combined in slices of a head, and, past 256, in two steps."""
+    g = generator(8)
+    paged = Paged(g, [length], 1, 80, block_size=16)
+    q = (2 * randn(g, 1, 5, 80)).bfloat16()
+    out = run(q, paged, 0.1, tiling=SMALL)
+    reference = paged_attention_decode(q, paged.k_cache, paged.v_cache, paged.table, paged.lens, 0.1, 1.0, 1.0)
+    keys, values = paged.keys[0], paged.values[0]
+    # Each takes so many tokens that the result moves.
+    taken = {"first splits": slice(0, length // 8), "last": slice(length - length // 8, length)}
+    defects = {name: attend(q, keys, values, 0.1, hide=where) for name, where in taken.items()}
+    assert_separates("all", out, reference, attend(q, keys, values, 0.1), defects)
+
+
+def test_the_invariant_combination_in_steps() -> None:
+    """More splits than it loads at once; in a wider table still the same bits."""
+    g = generator(9)
+    paged = Paged(g, [35 * 1024 - 100], 1, 32, block_size=1024)
+    q = (2 * randn(g, 1, 2, 32)).bfloat16()
+    options = {"invariant": True, "tiling": DecodeTiling(block_n=1024)}
+    out = run(q, paged, 0.2, **options)
+    reference = paged_attention_decode(q, paged.k_cache, paged.v_cache, paged.table, paged.lens, 0.2, 1.0, 1.0)
+    keys, values = paged.keys[0], paged.values[0]
+    defects = {"last split": attend(q, keys, values, 0.2, hide=slice(33 * 1024, len(keys)))}
+    assert_separates("all", out, reference, attend(q, keys, values, 0.2), defects)
+    paged.table = torch.cat([paged.table, torch.full((1, 99), -1, dtype=torch.int32)], 1)
+    assert torch.equal(run(q, paged, 0.2, **options), out)
+
+
+def test_programs_of_the_combination() -> None:
+    """One row: all its splits at once, in slices. Many rows with few splits: a few programs each."""
+    assert combine_tile(132, 32, 128) == CombineTile(256, 1, 32)
+    assert combine_tile(16, 32, 128) == CombineTile(16, 1, 128)
+    assert combine_tile(2, 32, 128) == CombineTile(2, 8, 128)
+    assert combine_tile(2, 3, 80) == CombineTile(2, 4, 128)
+    assert combine_tile(5, 32, 128, invariant=True) == combine_tile(900, 32, 128, invariant=True)
+    for splits in range(2, 1500):
+        tile = combine_tile(splits, 32, 128)
+        assert tile.splits * tile.heads * tile.dims == 1024 * tile.num_warps or tile.num_warps == 4
 
 
 def test_ledger() -> None:

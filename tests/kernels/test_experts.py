@@ -109,6 +109,40 @@ def product(x: Tensor, weight: Tensor, input_scale: float | None) -> Tensor:
     return weight @ x
 
 
+@pytest.mark.parametrize("num_tokens", [3, kernels.QUANTISE_TOGETHER])
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_quantised_inputs(num_tokens: int, num_shared: int) -> None:
+    """A row a pair; where all experts have one scale, a row a token."""
+    g = generator(num_tokens)
+    x, (ids, _) = randn(g, num_tokens, 48).bfloat16(), routing(g, num_tokens, 3)
+    scales = torch.tensor([0.011, 0.7, 0.02, 0.3, 1.0, 0.05, 0.06][: NUM_EXPERTS + num_shared])
+    codes = kernels.empty_codes(len(scales), 16, 48, torch.float8_e4m3fn, "cpu")
+    pieces = torch.arange(num_shared).int() + NUM_EXPERTS
+    experts = torch.cat([ids, pieces.expand(num_tokens, -1)], 1).long()
+
+    def check(scales: Tensor, one: bool, rows: Tensor) -> None:
+        bank = kernels.ExpertWeights(codes, None, scales, scales, num_shared, one)
+        out = kernels.quantise_pairs(x, ids, bank)
+        expected = (x.float()[:, None] / rows[:, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(out.view(torch.uint8), expected.flatten(0, 1).view(torch.uint8))
+
+    check(scales, False, scales[experts])
+    scales[:NUM_EXPERTS] = 0.02
+    check(scales, True, scales[experts] if num_shared else scales[:1].expand(num_tokens, 1))
+
+
+def test_one_input_scale() -> None:
+    """Of the routing's experts; pieces may have another."""
+    g = generator(3)
+    weights = banks(g, Scheme.FP8, Scheme.FP8, 32, 16)
+    up, down = (ExpertBank(b.name, tuple(dataclasses.replace(w, input_scale=0.5) for w in b)) for b in weights)
+    shared = SharedExpert(random_weight(g, "s.up", Scheme.FP8, 32, 32), random_weight(g, "s.down", Scheme.FP8, 32, 32))
+    assert [bank.one_input_scale for bank in packed_on_cpu(*weights)] == [False, False]
+    assert [bank.one_input_scale for bank in packed_on_cpu(up, down)] == [True, True]
+    joined = device.banks(Experts(up, down, shared), ResidentWeights(torch.device("cpu")))
+    assert [(bank.one_input_scale, bank.num_shared) for bank in joined] == [(True, 2), (True, 2)]
+
+
 ROW_TILES = RowTiles(16, 32, 1, 1), RowTiles(8, 64, 1, 1)
 GROUPED = GroupTiles(16, 16, 16, 1, 1), GroupTiles(32, 32, 32, 1, 1)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hemiola.formats.weight import Scheme, Weight
 from hemiola.kernels import linear_bf16, linear_dense, linear_fp8, linear_nvfp4, nvfp4, split_k
+from hemiola.kernels.quantize import quantize
 from hemiola.kernels.split_k import DotTile
 from hemiola.ops.device.linear import run, run_joined
 from hemiola.ops.resident import ResidentWeights
@@ -165,3 +166,13 @@ def test_several_of_one_input_are_one_product_of_one_matrix(stored: torch.dtype)
                 assert result.shape == alone.shape
     assert list(resident.built.values()) == [1]
     assert resident.resident_bytes == apart.resident_bytes == 2 * 58 * 80
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.011, 1e30, 3e-38, 0.7, 0.75, 6 / 448, 1 / 3])
+def test_codes_of_every_number(scale: float) -> None:
+    """Quotients without a division are those of divisions: every bfloat16 number, also infinite and NaN."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(32, 2048)
+    codes = quantize(x, scale)
+    expected = (x.float() / torch.tensor(scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.isnan(), expected.isnan())
+    assert torch.equal(codes.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))

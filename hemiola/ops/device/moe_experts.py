@@ -190,7 +190,8 @@ def _build(bank: ExpertBank, pieces: Sequence[Weight], resident: ResidentWeights
             write_tiles(resident.upload(weight.data), out)
         input_scale = [_given(weight.input_scale, weight.name) for weight in weights]
         scale = [inner * _given(weight.scale, weight.name) for weight, inner in zip(weights, input_scale, strict=True)]
-        return ExpertWeights(codes, None, _vector(scale, resident), _vector(input_scale, resident), num_shared)
+        one = len(set(input_scale[: len(bank)])) == 1
+        return ExpertWeights(codes, None, _vector(scale, resident), _vector(input_scale, resident), num_shared, one)
     codes = empty_codes(len(weights), rows, columns, torch.bfloat16, resident.device)
     for weight, out in zip(weights, codes, strict=True):
         write_tiles(resident.upload(weight.data).to(torch.bfloat16), out)

@@ -12,6 +12,8 @@ from hemiola.kernels.attention_decode import attention_decode
 SHAPES = {
     # rows, query heads, KV heads, head_dim, columns of the table
     "split": (8, 32, 2, 128, 2048),
+    "one row": (1, 32, 2, 128, 2048),
+    "few splits": (64, 32, 2, 128, 2048),
     "whole": (256, 32, 2, 128, 512),
     "five-to-one": (8, 40, 8, 128, 512),
     "small": (4, 8, 2, 32, 8),
