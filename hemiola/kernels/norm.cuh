@@ -4,7 +4,7 @@
 // A lane takes eight columns, a warp 256: a span. A lane adds its squares as a tree, a warp its lanes' sums 16, 8, 4, 2
 // and 1 apart; then the spans' sums are added, every fourth one to the same of four.
 
-namespace norm {
+namespace rms {
 
 struct alignas(16) Eight { unsigned int v[4]; };  // bfloat16
 
@@ -68,9 +68,9 @@ __device__ __forceinline__ float total_of(const float *sums) {
     return __fadd_rn(__fadd_rn(parts[0], parts[1]), __fadd_rn(parts[2], parts[3]));
 }
 
-template <int HIDDEN>
+template <int WIDTH>
 __device__ __forceinline__ float scale_of(float total, float eps) {
-    return rsqrtf(__fmaf_rn(total, 1.f / HIDDEN, eps));
+    return rsqrtf(__fmaf_rn(total, 1.f / WIDTH, eps));
 }
 
 // v * scale * weight, rounded once.
@@ -85,4 +85,4 @@ __device__ __forceinline__ Eight normed(const float (&v)[8], float scale, const 
     return result;
 }
 
-}  // namespace norm
+}  // namespace rms

@@ -33,32 +33,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_kernel(
     const bool is_in = HIDDEN == THREADS * 8 || column < HIDDEN;
     const i64 at = (i64)blockIdx.x * HIDDEN + column;
     const u16 *from = x + blockIdx.x * x_stride + column, *added_from = residual + blockIdx.x * residual_stride + column;
-    norm::Eight weights = {};
+    rms::Eight weights = {};
     float v[8] = {};
     if (is_in) {
-        weights = norm::load(weight + column);
-        norm::prefetch(from);
-        if (RESIDUAL) norm::prefetch(added_from);
+        weights = rms::load(weight + column);
+        rms::prefetch(from);
+        if (RESIDUAL) rms::prefetch(added_from);
     }
     gdc_wait();
     gdc_launch_dependents();
     if (is_in) {
-        norm::Eight own = norm::load(from);
+        rms::Eight own = rms::load(from);
         if (RESIDUAL) {
-            own = norm::added(own, norm::load(added_from));
-            *(norm::Eight *)(sum + at) = own;
+            own = rms::added(own, rms::load(added_from));
+            *(rms::Eight *)(sum + at) = own;
         }
-        norm::widened(own, v);
+        rms::widened(own, v);
     }
-    float total = norm::squares(v);
+    float total = rms::squares(v);
     if (WARPS > 1) {
         if (thread % 32 == 0) sums[thread / 32] = total;
         __syncthreads();
-        total = norm::total_of<WARPS>(sums);
+        total = rms::total_of<WARPS>(sums);
     }
-    const float scale = norm::scale_of<HIDDEN>(total, eps);
+    const float scale = rms::scale_of<HIDDEN>(total, eps);
     if (!is_in) return;
-    const norm::Eight result = norm::normed(v, scale, weights);
+    const rms::Eight result = rms::normed(v, scale, weights);
 #if QUANTISES
     u32x2 codes;
 #pragma unroll
@@ -66,6 +66,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_kernel(
         codes.v[i] = to_e4m3(result.v[2 * i], out_scale) | to_e4m3(result.v[2 * i + 1], out_scale) << 16;
     *(u32x2 *)((u8 *)y + at) = codes;
 #else
-    *(norm::Eight *)((u16 *)y + at) = result;
+    *(rms::Eight *)((u16 *)y + at) = result;
 #endif
 }

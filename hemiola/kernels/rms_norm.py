@@ -1,6 +1,7 @@
 """RMSNorm of rows, fused with the addition before it and the e4m3 quantisation behind it. One program a row.
 
-In CUDA C++ from Hopper on, see rms_norm.cu and norm.cuh; otherwise, and for rows that cannot be read 16 bytes at a time, in Triton.
+In CUDA C++ from Hopper on, see rms_norm.cu and norm.cuh; otherwise, and for rows that cannot be read 16 bytes at a
+time, in Triton.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Variant:
     None. `keeps` variants are called with `kept=`, the engine's store of expanded weights; `resident` ones with
     `resident=`, its weights on the device, and `prepare(weight, resident)` builds what a call would build; `invariant`
     ones with `invariant=`, whether a row's bits must not depend on its neighbours. `mutates` names the arguments that
-    are written in place.
+    are written in place. `joins`, of a reference: the ops that this one is, one after the other, see `Ops.takes`.
     """
 
     op: str
@@ -44,6 +44,7 @@ class Variant:
     invariant: bool
     prepare: Callable[..., Any] | None
     mutates: tuple[str, ...]
+    joins: tuple[str, ...]
 
 
 class Path(NamedTuple):
@@ -70,12 +71,13 @@ def register(
     invariant: bool = False,
     prepare: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
+    joins: tuple[str, ...] = (),
 ) -> None:
     """Add a variant to the registry; a second one of the same op, arm and name is a programming error."""
     variants = _registry.setdefault(op, {a: [] for a in ARMS})[arm]
     if any(v.name == variant for v in variants):
         raise ValueError(f"op {op!r} already has a {arm} variant {variant!r}")
-    variants.append(Variant(op, arm, variant, run, unsupported, keeps, resident, invariant, prepare, mutates))
+    variants.append(Variant(op, arm, variant, run, unsupported, keeps, resident, invariant, prepare, mutates, joins))
 
 
 def load_device_variants() -> None:
@@ -138,6 +140,17 @@ class Ops:
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         raise AttributeError(f"no op {op!r} is registered; registered are {', '.join(sorted(_registry))}")
+
+    def takes(self, op: str, *args: Any, **kwargs: Any) -> bool:
+        """Whether to call `op` instead of the ops that it joins: where they and it are to run on the device arm, and a
+        variant supports the call. Elsewhere they run one by one, each on its own arm."""
+        joined = _registry[op]["reference"][0].joins
+        if any(self.policy[each] != "device" for each in (op, *joined)):
+            return False
+        return any(
+            variant.unsupported is None or variant.unsupported(*args, **kwargs) is None
+            for variant in _registry[op]["device"]
+        )
 
     def snapshot(self) -> dict[Path, int]:
         """Calls so far by path."""

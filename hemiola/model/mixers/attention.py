@@ -35,6 +35,9 @@ class AttentionMixer:
         self.scale, self.kv_scales, self.ops = scale, kv_scales, ops
         self.input_scale = self.qkv.input_scale
 
+    def begin(self, x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float) -> None:
+        """No op joins the norm and q_proj, k_proj and v_proj."""
+
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         assert isinstance(cache, KVTensors), f"{self.name} was given no KV cache"
         head_dim = self.spec.head_dim

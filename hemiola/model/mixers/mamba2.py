@@ -50,6 +50,9 @@ class Mamba2Mixer:
         self.bc_size = ssm_groups * spec.state_size
         self.parts = [self.inner, spec.conv_dim, spec.num_heads]
 
+    def begin(self, x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float) -> None:
+        """No op joins the norm and in_proj."""
+
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         assert isinstance(cache, StateTensors), f"{self.in_proj.weight.name} was given no state"
         z, xBC, dt = self.in_proj(x, tap).split_with_sizes(self.parts, dim=-1)
