@@ -32,7 +32,7 @@ def unsupported(
         return f"{len(x)} tokens are more than {router.NORM_TOKENS}"
     if gate_dtype != torch.bfloat16:
         return f"the gate is {gate_dtype}, not bfloat16"
-    if not router.takes_norm(x, residual, gate.shape[0], top_k):
+    if not router.takes_norm(x, residual, norm_weight, gate.shape[0], top_k):
         return "the router has no place for the norm of such rows"
     return None
 
