@@ -183,9 +183,9 @@ class ProbingOps(Ops):
                 self._prepared.add((op, variant.name, form))
                 self._findings.append(Finding(op, variant.name, "prepare", form, status))
 
-    def takes(self, op: str, *args: Any, **kwargs: Any) -> bool:
-        """Tries the variants of `op`, and says no, so that the ops that it joins are tried, too."""
-        self._tried(op, args, kwargs)
+    def takes(self, op: str, instead_of: tuple[str, ...], *args: Any) -> bool:
+        """Tries the variants of `op`, and says no, so that the ops in whose place it is are tried, too."""
+        self._tried(op, args, {})
         return False
 
     def _bind(self, op: str, arm: Arm) -> Callable[..., Any]:

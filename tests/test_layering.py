@@ -65,6 +65,7 @@ OPS_COMPOSED = {
     "moe_experts": {"linear", "linear_fp8", "linear_nvfp4"},
     "mamba2_update": {"causal_conv1d", "ssd_update", "gated_rms_norm"},
     "norm_route": {"rms_norm", "moe_route"},
+    "norm_linears": {"rms_norm", "linear", "linear_fp8", "linear_nvfp4"},
 }
 
 

@@ -85,4 +85,15 @@ __device__ __forceinline__ Eight normed(const float (&v)[8], float scale, const 
     return result;
 }
 
+#if __CUDA_ARCH__ >= 890
+// Two bfloat16, divided: saturating; NaN stays.
+__device__ __forceinline__ unsigned int to_e4m3(unsigned int pair, float scale) {
+    unsigned short r;
+    const float first = __uint_as_float(pair << 16), second = __uint_as_float(pair & 0xFFFF0000u);
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+        : "=h"(r) : "f"(__fdiv_rn(second, scale)), "f"(__fdiv_rn(first, scale)));
+    return r;
+}
+#endif
+
 }  // namespace rms

@@ -15,15 +15,6 @@ struct alignas(8) u32x2 { u32 v[2]; };
 
 constexpr int THREADS = (HIDDEN / 8 + 31) / 32 * 32, WARPS = THREADS / 32;
 
-// Two bfloat16, divided: saturating; NaN stays.
-__device__ __forceinline__ u32 to_e4m3(u32 pair, float scale) {
-    u16 r;
-    const float first = __uint_as_float(pair << 16), second = __uint_as_float(pair & 0xFFFF0000u);
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-        : "=h"(r) : "f"(__fdiv_rn(second, scale)), "f"(__fdiv_rn(first, scale)));
-    return r;
-}
-
 // x, residual: rows so many numbers apart. sum: x + residual, written with RESIDUAL. y: bfloat16, or e4m3 of y / out_scale.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_kernel(
     const u16 *x, i64 x_stride, const u16 *residual, i64 residual_stride, const u16 *weight, void *y, u16 *sum, float eps,
@@ -63,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_kernel(
     u32x2 codes;
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        codes.v[i] = to_e4m3(result.v[2 * i], out_scale) | to_e4m3(result.v[2 * i + 1], out_scale) << 16;
+        codes.v[i] = rms::to_e4m3(result.v[2 * i], out_scale) | rms::to_e4m3(result.v[2 * i + 1], out_scale) << 16;
     *(u32x2 *)((u8 *)y + at) = codes;
 #else
     *(rms::Eight *)((u16 *)y + at) = result;

@@ -37,11 +37,4 @@ def norm_route(
     return *moe_route(y, gate, gate_dtype, correction_bias, *choice, kept=kept), y, total
 
 
-register(
-    op="norm_route",
-    arm="reference",
-    variant="torch",
-    run=norm_route,
-    keeps=True,
-    joins=("rms_norm", "moe_route"),
-)
+register(op="norm_route", arm="reference", variant="torch", run=norm_route, keeps=True)

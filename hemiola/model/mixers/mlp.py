@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hemiola.model.batch import ForwardBatch
@@ -15,8 +17,8 @@ class MLPMixer:
         self.up_proj, self.down_proj = up_proj, down_proj
         self.input_scale = up_proj.input_scale
 
-    def begin(self, x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float) -> None:
-        """No op joins the norm and up_proj."""
+    def begin(self, *norm: Any) -> None:
+        """The norm and up_proj are never one."""
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         return self.feed(x, tap)

@@ -66,12 +66,11 @@ class MoEMixer:
             self.together = SharedExpert(shared.up_proj.weight, shared.down_proj.weight)
         self.input_scale: float | None = None  # the router, the experts and the shared expert read one input
 
-    def begin(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
-    ) -> tuple[Routed, torch.Tensor] | None:
-        """The norm and the router in one op, and the new residual; None where they are two."""
-        given = (x, residual, norm_weight, eps, *self.router.arguments())
-        if not self.ops.takes("norm_route", *given):
+    def begin(self, *norm: Any) -> tuple[Routed, torch.Tensor] | None:
+        """The norm and the router in one op, and the new residual; None where they are two. norm: as `rms_norm` takes
+        it."""
+        given = (*norm, *self.router.arguments())
+        if not self.ops.takes("norm_route", ("rms_norm", "moe_route"), *given):
             return None
         ids, weights, _, normed, total = self.ops.norm_route(*given)
         return Routed(normed, ids, weights), total
@@ -83,6 +82,7 @@ class MoEMixer:
     def __call__(
         self, x: torch.Tensor | Routed, batch: ForwardBatch, cache: LayerCache, tap: Tap | None
     ) -> torch.Tensor:
+        """x: the normed input, or that with its experts, where they have been begun with."""
         x, ids, weights = x if isinstance(x, Routed) else self.route(x)
         if self.latent is None:
             routed: torch.Tensor = self.ops.moe_experts(
