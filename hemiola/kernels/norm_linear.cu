@@ -1,7 +1,7 @@
 // Products of a token or two with a weight, and the norm before them, in one launch. For sm_90 and later.
 //
 // Every block norms the rows itself, as rms_norm.cu does and with the same bits, and keeps them in shared memory as
-// float32, of codes as of bfloat16. There are BLOCKS blocks for each multiprocessor, all at once; a warp takes ROWS rows of the weight at a time and goes on to those a grid's rows further on.
+// float32, of codes as of bfloat16. All blocks find room at once, BLOCKS on a multiprocessor at most; a warp takes ROWS rows of the weight at a time and goes on to those a grid's rows further on.
 // What it multiplies has been read into registers, the first of it before the wait for the kernel before; as soon as a
 // piece of these rows is in use, that of the next ones is asked for.
 //

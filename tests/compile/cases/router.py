@@ -7,7 +7,10 @@ from functools import partial
 
 import torch
 
-from hemiola.kernels.router import Norm, fused_with_norm, moe_route, route, router_logits, takes_norm
+from hemiola.formats.weight import Scheme, Weight
+from hemiola.kernels.router import moe_route, route, router_logits
+from hemiola.ops.device import norm_route
+from hemiola.ops.resident import ResidentWeights
 
 
 def logits(num_tokens: int, num_experts: int, hidden: int, dtype: torch.dtype) -> object:
@@ -27,14 +30,16 @@ def both(num_tokens: int, num_experts: int, hidden: int, top_k: int, groups: int
 
 
 def with_norm(num_tokens: int, num_experts: int, hidden: int, top_k: int, has_residual: bool = True) -> object:
+    """By the op's device variant."""
     x, weight, gate = (
         torch.empty(*shape, dtype=torch.bfloat16, device="meta")
         for shape in ((num_tokens, hidden), (hidden,), (num_experts, hidden))
     )
-    residual = x if has_residual else None
-    assert takes_norm(x, residual, weight, num_experts, top_k)
-    norm = Norm(residual, weight, 1e-5)
-    return fused_with_norm(x, norm, gate, torch.empty(num_experts, device="meta"), top_k, 1, 1, True)
+    bias = torch.empty(num_experts, device="meta")
+    router = (Weight("gate", (num_experts, hidden), Scheme.PLAIN, gate), gate.dtype, bias, top_k, 1, 1, True)
+    norm = (x, x if has_residual else None, weight, 1e-5)
+    assert norm_route.unsupported(*norm, *router) is None
+    return norm_route.run(*norm, *router, resident=ResidentWeights(torch.device("meta")))
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
