@@ -13,7 +13,6 @@ from hemiola.tap import Tap
 
 OP_OF_SCHEME = {Scheme.PLAIN: "linear", Scheme.FP8: "linear_fp8", Scheme.NVFP4: "linear_nvfp4"}
 
-
 Begun = tuple[tuple[torch.Tensor, ...], torch.Tensor]  # of each weight an output, and the new residual
 
 
