@@ -94,6 +94,21 @@ __device__ __forceinline__ unsigned int to_e4m3(unsigned int pair, float scale) 
         : "=h"(r) : "f"(__fdiv_rn(second, scale)), "f"(__fdiv_rn(first, scale)));
     return r;
 }
+
+// The same without branches, but for the sign of zeros. inverse: 1 / scale, to the nearest: with the remainder the
+// quotient is so, too; what is far beyond the largest code needs none, and could overflow.
+__device__ __forceinline__ unsigned int to_e4m3(unsigned int pair, float scale, float inverse) {
+    unsigned short r;
+    float q[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float v = __uint_as_float(i ? pair & 0xFFFF0000u : pair << 16), near = __fmul_rn(v, inverse);
+        const float better = __fmaf_rn(__fmaf_rn(-near, scale, v), inverse, near);
+        q[i] = fabsf(near) < 1024.f ? better : near;
+    }
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(q[1]), "f"(q[0]));
+    return r;
+}
 #endif
 
 }  // namespace rms

@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) norm_linear_ker
         rms::prefetch(x + rows[i] * x_stride + starts[i]);
         if (RESIDUAL) rms::prefetch(residual + rows[i] * residual_stride + starts[i]);
     }
+    const float inverse = __fdiv_rn(1.f, in_scale);
     if (COLUMNS % (32 * N) != 0 && warp == 0 && (PIECES * 32 - 32 + lane) * N >= COLUMNS) {  // lanes without columns
 #pragma unroll
         for (int token = 0; token < TOKENS; token++)
@@ -138,8 +139,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) norm_linear_ker
         const rms::Eight result = rms::normed(values, scale, norm_weights[i]);
         f32x4 *to = &xs[rows[i]][starts[i] / (32 * N)][starts[i] % N / 4][starts[i] % (32 * N) / N];
 #if E4M3
-        to[0] = from_e4m3(rms::to_e4m3(result.v[0], in_scale) | rms::to_e4m3(result.v[1], in_scale) << 16);
-        to[32] = from_e4m3(rms::to_e4m3(result.v[2], in_scale) | rms::to_e4m3(result.v[3], in_scale) << 16);
+        const auto codes = [&](int i) { return rms::to_e4m3(result.v[i], in_scale, inverse); };
+        to[0] = from_e4m3(codes(0) | codes(1) << 16);
+        to[32] = from_e4m3(codes(2) | codes(3) << 16);
 #else
         to[0] = from_bf16(result.v[0], result.v[1]);
         to[32] = from_bf16(result.v[2], result.v[3]);
