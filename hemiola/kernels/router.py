@@ -36,8 +36,8 @@ FEW_TOKENS = 8
 MANY_TOKENS = 1024
 """Least tokens for which a program takes all experts that fit, and reads its tokens once."""
 
-NORM_TOKENS = 4
-"""Most tokens whose norm every block computes."""
+NORM_TOKENS = (1, 2, 4)
+"""Numbers of tokens whose norm every block computes: each is compiled for itself, and others are no graph's."""
 
 _NORM_SPANS = ((2816, 6), (4096, 3))  # of 256 columns, that a warp has registers for; by the most columns of a row
 _CLUSTER = 8  # blocks of a cluster, and tokens of a tile, in router.cu
@@ -206,7 +206,7 @@ class Norm(NamedTuple):
 def takes_norm(x: Tensor, residual: Tensor | None, weight: Tensor, num_experts: int, top_k: int) -> bool:
     """Whether `fused_with_norm` can run, with an aligned gate in bfloat16."""
     num_tokens, size = x.shape
-    if not 0 < num_tokens <= NORM_TOKENS:
+    if num_tokens not in NORM_TOKENS:
         return False
     spans = triton.cdiv(size, 256)
     most = next((most for columns, most in _NORM_SPANS if size <= columns), 0)

@@ -28,8 +28,8 @@ def unsupported(
     topk_router_groups: int,
     normalise: bool,
 ) -> str | None:
-    if len(x) > router.NORM_TOKENS:
-        return f"{len(x)} tokens are more than {router.NORM_TOKENS}"
+    if len(x) not in router.NORM_TOKENS:
+        return f"{len(x)} tokens are not one of {', '.join(map(str, router.NORM_TOKENS))}"
     if gate_dtype != torch.bfloat16:
         return f"the gate is {gate_dtype}, not bfloat16"
     if not router.takes_norm(x, residual, norm_weight, gate.shape[0], top_k):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from hemiola.formats.weight import Scheme, Weight
-from hemiola.kernels.router import moe_route, route, router_logits
+from hemiola.kernels.router import NORM_TOKENS, moe_route, route, router_logits
 from hemiola.ops.device import norm_route
 from hemiola.ops.resident import ResidentWeights
 
@@ -55,7 +55,7 @@ def cases() -> Iterable[tuple[str, Callable[[], object]]]:
         yield f"both-super-{num_tokens}", partial(both, num_tokens, 512, 4096, 22)
     yield "both-ultra", partial(both, 200, 512, 8192, 22)
     yield "both-grouped", partial(both, 8, 24, 80, 3, 3, 2)
-    for num_tokens in (1, 2, 3, 4):
+    for num_tokens in NORM_TOKENS:
         yield f"norm-lightning-{num_tokens}", partial(with_norm, num_tokens, 128, 2688, 6)
     yield "norm-first", partial(with_norm, 2, 128, 2688, 6, False)
     yield "norm-super", partial(with_norm, 1, 512, 4096, 22)
