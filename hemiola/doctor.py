@@ -183,23 +183,29 @@ class ProbingOps(Ops):
                 self._prepared.add((op, variant.name, form))
                 self._findings.append(Finding(op, variant.name, "prepare", form, status))
 
+    def takes(self, op: str, instead_of: tuple[str, ...], *args: Any) -> bool:
+        """Tries the variants of `op`, and says no, so that the ops in whose place it is are tried, too."""
+        self._tried(op, args, {})
+        return False
+
     def _bind(self, op: str, arm: Arm) -> Callable[..., Any]:
         (reference,) = registered_ops()[op]["reference"]
-        signature = inspect.signature(reference.run)
 
         def probing(*args: Any, **kwargs: Any) -> Any:
-            key = (op, _call_shown(args, kwargs))
-            if key not in self._working:
-                self._working[key] = self._try_all(op, key[1], signature, args, kwargs)
-            return self._runner(self._working[key] or reference)(*args, **kwargs)
+            return self._runner(self._tried(op, args, kwargs) or reference)(*args, **kwargs)
 
         return probing
 
-    def _try_all(
-        self, op: str, at: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Variant | None:
-        """The first device variant that takes the call and runs it."""
+    def _tried(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant | None:
+        """The first device variant that takes the call and runs it; all are tried at the first call of such shapes."""
+        key = (op, _call_shown(args, kwargs))
+        if key not in self._working:
+            self._working[key] = self._try_all(op, key[1], args, kwargs)
+        return self._working[key]
+
+    def _try_all(self, op: str, at: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant | None:
         working = None
+        signature = inspect.signature(registered_ops()[op]["reference"][0].run)
         for variant in registered_ops()[op]["device"]:
             if variant.unsupported is not None:
                 status, refusal = _attempt(variant.unsupported, *args, **kwargs)

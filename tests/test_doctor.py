@@ -20,13 +20,15 @@ from hemiola.doctor import Diagnosis, Finding, covering_layers, probe
 from hemiola.ops import Variant, registered_ops, table
 from hemiola.synthetic import open_synthetic
 
+JOINED = ("norm_route", "norm_linears")  # what is called instead of others, where there is a variant
 CONFIG = EngineConfig(expanded_bytes=1 << 28)
 Patch = Callable[[Variant], list[Variant]]
 
 
 @pytest.fixture
 def device_arm(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Patch]], None]:
-    """Give every op a device arm: the reference under another name, or what a patch makes of that."""
+    """Give every op a device arm: the reference under another name, or what a patch makes of that; without one, none
+    to an op that is called instead of others."""
 
     monkeypatch.setattr(doctor, "DECODE_BATCHES", (1, 3))
     monkeypatch.setattr(doctor, "PROMPT_TOKENS", 70)
@@ -35,7 +37,8 @@ def device_arm(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Patch]], 
         registry: dict[str, Any] = {}
         for op, arms in registered_ops().items():
             same = replace(arms["reference"][0], arm="device", name="same")
-            registry[op] = {"reference": arms["reference"], "device": patches.get(op, lambda variant: [variant])(same)}
+            patch = patches.get(op, lambda variant: [] if variant.op in JOINED else [variant])
+            registry[op] = {"reference": arms["reference"], "device": patch(same)}
         monkeypatch.setattr(table, "_registry", registry)
         monkeypatch.setattr(table, "load_device_variants", lambda: None)
 
@@ -70,6 +73,20 @@ def test_a_device_arm_that_runs_is_found_to_run(device_arm: Callable[[dict[str, 
     assert {arm for _, arm, _ in diagnosis.uses["paths"]} == {"device"}
     decodes = [f.at for f in diagnosis.findings if f.op == "moe_route"]
     assert any("bfloat16[3, 192]" in at for at in decodes)
+
+
+def test_an_op_instead_of_others_is_tried_beside_them(device_arm: Callable[[dict[str, Patch]], None]) -> None:
+    def few(x: torch.Tensor, *args: Any) -> str | None:
+        return "too many" if len(x) > 2 else None
+
+    device_arm({"norm_route": lambda same: [replace(same, unsupported=few)]})
+    diagnosis = probed()
+    assert diagnosis.can_start_strict
+    assert statuses(diagnosis, "norm_route", "same") == {"runs", "too many"}
+    calls = [f.at for f in diagnosis.findings if f.op == "moe_route"]
+    assert {"bfloat16[1, 192]", "bfloat16[3, 192]"} <= {at.partition("],")[0] + "]" for at in calls}
+    ran = {op for op, _, _ in diagnosis.uses["paths"]}
+    assert {"norm_route", "moe_route", "rms_norm"} <= ran
 
 
 def test_a_variant_that_fails_ends_strict_mode(device_arm: Callable[[dict[str, Patch]], None]) -> None:

@@ -12,6 +12,8 @@ absence.
 
 A side can be transformers in this process (oracle.py), which runs the prompt in one piece: hemiola has to, too.
 
+A layer's norm and its first op, which a device may run as one, run one after the other here, so that both are seen.
+
 Where two sides differ in arms alone, each op of A's run is asked once more on B's arm, with the same inputs and copies
 of the states (`local`): nothing adds up there, and an op that is beyond the bound is so by itself.
 

@@ -32,7 +32,16 @@ from triton.runtime.cache import get_cache_manager
 
 from hemiola.kernels.launch import capability, compiles_only
 
-__all__ = ["PRELUDE", "CudaCompileError", "CudaError", "CudaFunction", "CudaModule", "compile_source", "missing"]
+__all__ = [
+    "PRELUDE",
+    "CudaCompileError",
+    "CudaError",
+    "CudaFunction",
+    "CudaModule",
+    "compile_source",
+    "missing",
+    "source_of",
+]
 
 # Programmatic dependent launch, from sm_90 on; nothing before. The code that follows counts its own lines.
 PRELUDE = """\
@@ -59,6 +68,12 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 ATTRIBUTE = struct.Struct("=I4xi60x")  # CUlaunchAttribute: its id, then 64 bytes of its value
 CONFIG = struct.Struct("@7IPPI")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
+
+
+def source_of(*names: str) -> str:
+    """Files of this folder, one behind the other: what several kernels share comes first. Each counts its own lines."""
+    folder = Path(__file__).parent
+    return "".join(f'#line 1 "{name}"\n{(folder / name).read_text(encoding="utf-8")}' for name in names)
 
 
 class CudaError(RuntimeError):

@@ -12,10 +12,11 @@
 // The states, the slots and the weights are read before `gdc_wait`, while in_proj still runs. That needs a proof, since
 // an earlier launch wrote the states. A launch starts when all blocks of the one before it have called
 // `gdc_launch_dependents` or ended, so when this one runs, every block of every earlier launch has done either. The
-// layer's rms_norm, which is launched before in_proj, calls it behind its own `gdc_wait`, so it has waited for all that
-// was launched before it, which has ended and is visible in the L2 cache. What wrote the states, the step before or
-// a prompt or a copy, was launched before that norm. These reads go past the L1 cache, which is only brought up to date
-// by `gdc_wait`. Hence the op's contract: the two launches before this one have written neither states nor slots.
+// layer's norm, which is launched before in_proj or is a part of it (norm_linear.cu), calls it behind its own `gdc_wait`
+// in every block, so it has waited for all that was launched before it, which has ended and is visible in the L2 cache.
+// What wrote the states, the step before or a prompt or a copy, was launched before that norm. These reads go past the L1
+// cache, which is only brought up to date by `gdc_wait`. Hence the op's contract: the two launches before this one have
+// written neither states nor slots; where the norm is a part of in_proj, one would do.
 //
 // Defined from outside: HEADS, GROUPS, HEAD_DIM, and of the tile BLOCK_HEADS, WARP_ROWS, STREAMS (states are the first
 // to leave the L2 cache).

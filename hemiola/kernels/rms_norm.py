@@ -1,18 +1,18 @@
 """RMSNorm of rows, fused with the addition before it and the e4m3 quantisation behind it. One program a row.
 
-In CUDA C++ from Hopper on, see rms_norm.cu; otherwise, and for rows that cannot be read 16 bytes at a time, in Triton.
+In CUDA C++ from Hopper on, see rms_norm.cu and norm.cuh; otherwise, and for rows that cannot be read 16 bytes at a
+time, in Triton.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
-from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.cuda import CudaFunction, CudaModule, source_of
 from hemiola.kernels.launch import (
     capability,
     gdc_launch_dependents,
@@ -81,7 +81,7 @@ def rms_norm(
     total = x if residual is None else torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
     if not num_tokens:
         return y, total
-    if _takes_cuda(x, residual, weight):
+    if takes_cuda(x, residual, weight):
         _function(hidden, residual is not None, out_scale is not None).launch(
             (num_tokens, 1, 1),
             (32 * triton.cdiv(hidden, 256), 1, 1),
@@ -96,7 +96,8 @@ def rms_norm(
     return y, total
 
 
-def _takes_cuda(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> bool:
+def takes_cuda(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> bool:
+    """Whether rms_norm.cu is for these rows, whose bits are those of norm.cuh."""
     rows = (x,) if residual is None else (x, residual)
     return (
         not is_interpreted()
@@ -110,9 +111,8 @@ def _takes_cuda(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
 
 @cache
 def _function(hidden: int, has_residual: bool, quantises: bool) -> CudaFunction:
-    source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
     options = (f"-DHIDDEN={hidden}", f"-DRESIDUAL={int(has_residual)}", f"-DQUANTISES={int(quantises)}")
-    return CudaModule(source, options).function(KERNEL, "PlPlPPPff")
+    return CudaModule(source_of("norm.cuh", "rms_norm.cu"), options).function(KERNEL, "PlPlPPPff")
 
 
 def in_triton(

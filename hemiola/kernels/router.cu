@@ -9,8 +9,13 @@
 // and g + 8 and of token g, those from 8 t on of a step's 32. A product sums over its k in any order, as long as both
 // operands agree on it: so the first and the last four of them are the lane's part of two products.
 //
-// Defined from outside: EXPERTS, COLUMNS (a multiple of 8), NT (tiles of 8 tokens), TOP_K (at most 32), GROUPS and
-// TAKEN (equal where no groups are chosen), NORMALISE (0 or 1), WARPS.
+// For very few tokens, NORM of them, x is what the norm before the router takes: every block norms all of their rows, as
+// rms_norm.cu does and with the same bits, since that is less than what a launch costs. It writes what lies in its eighth
+// of the columns, and multiplies that.
+//
+// Behind norm.cuh. Defined from outside: EXPERTS, COLUMNS (a multiple of 8), NT (tiles of 8 tokens), TOP_K (at most 32),
+// GROUPS and TAKEN (equal where no groups are chosen), NORMALISE (0 or 1), WARPS; NORM (0: x is normed already; at most
+// 8, and NT is 1 then) and RESIDUAL (0 or 1: whether there is one to add before).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -24,6 +29,9 @@ constexpr int CHUNK = STEPS < 12 ? STEPS : 12;  // steps whose weights a warp ho
 constexpr int ROWS = ROW_TILES * WARPS * 16;
 constexpr int SUMS = 4;  // of a product, so that one need not wait for the one before
 constexpr int PER_LANE = (EXPERTS + 31) / 32;
+constexpr int SPANS = (COLUMNS + 255) / 256;  // of a row in norm.cuh
+constexpr int OWN_SPANS = (NORM * SPANS + WARPS - 1) / WARPS;  // of a warp, of all rows
+static_assert(NORM == 0 || (NORM <= 8 && NT == 1), "all rows are one tile's");
 constexpr float DROPPED = -3.0e38f;  // an expert of a group out of the choice: after all others, before those taken
 
 struct alignas(16) u32x4 { u32 x, y, z, w; };
@@ -147,14 +155,20 @@ __device__ __forceinline__ void choose(const float *choice, const float *scores,
     }
 }
 
-// x: (num_tokens, COLUMNS), x_stride numbers apart. gate: (EXPERTS, COLUMNS). bias: (EXPERTS,). logits: (num_tokens,
+// x, and residual: (num_tokens, COLUMNS), a stride's numbers apart. y, sum: (num_tokens, COLUMNS): the normed rows, and
+// with RESIDUAL x + residual. gate: (EXPERTS, COLUMNS). bias: (EXPERTS,). logits: (num_tokens,
 // EXPERTS). ids, weights: (num_tokens, TOP_K).
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(32 * WARPS, 1)
     router_kernel(const u16 *x, i64 x_stride, const u16 *gate, const float *bias, float *logits, int *ids,
-                  float *weights, int num_tokens) {
+                  float *weights, int num_tokens, const u16 *residual, i64 residual_stride, const u16 *norm_weight,
+                  u16 *y, u16 *sum, float eps) {
     __shared__ __align__(16) float parts[BLOCKS][NT][ROWS];  // of 16 experts: 0, 8, 1, 9, ...
     __shared__ float correction[EXPERTS], choice[NT][EXPERTS], scores[NT][EXPERTS], group_scores[NT][GROUPS];
     __shared__ u64 barrier;
+#if NORM
+    __shared__ __align__(16) float squares[NORM][(SPANS + 3) / 4 * 4];
+    __shared__ __align__(16) u16 normed[NORM][STEPS * 32];  // the block's columns
+#endif
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
     const int rank = (int)cluster_rank(), first_token = (int)(blockIdx.x / BLOCKS) * (BLOCKS * NT);
     const int own_tokens = min(max((num_tokens - first_token - rank + BLOCKS - 1) / BLOCKS, 0), NT);
@@ -167,10 +181,29 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(32 *
     const auto is_in = [&](int step) {
         return (step < ALL_STEPS / BLOCKS || step < count) && (COLUMNS % 32 == 0 || column + step * 32 < COLUMNS);
     };
+#if NORM
+    // A warp's spans, of which it has eights of columns; those that are the block's, it norms.
+    int rows[OWN_SPANS], starts[OWN_SPANS];
+    bool has[OWN_SPANS], owns[OWN_SPANS];
+    rms::Eight norm_weights[OWN_SPANS];
+#pragma unroll
+    for (int i = 0; i < OWN_SPANS; i++) {
+        const int span = warp + i * WARPS;
+        rows[i] = span / SPANS;
+        starts[i] = (span % SPANS * 32 + lane) * 8;
+        has[i] = span < NORM * SPANS && starts[i] < COLUMNS;
+        owns[i] = has[i] && starts[i] >= first * 32 && starts[i] < (first + count) * 32;
+        if (owns[i]) norm_weights[i] = rms::load(norm_weight + starts[i]);
+        if (has[i]) rms::prefetch(x + rows[i] * x_stride + starts[i]);
+        if (RESIDUAL && has[i]) rms::prefetch(residual + rows[i] * residual_stride + starts[i]);
+    }
+    const u16 *x_rows[NT] = {normed[min(g, NORM - 1)] + t * 8};
+#else
     const u16 *x_rows[NT];
 #pragma unroll
     for (int n = 0; n < NT; n++)
         x_rows[n] = x + (i64)min(first_token + n * 8 + g, num_tokens - 1) * x_stride + column;
+#endif
     const u32 to = (u32)__cvta_generic_to_shared(&parts[rank][0][0]);
 #pragma unroll 1
     for (int m = 0; m < ROW_TILES; m++) {
@@ -201,6 +234,45 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(32 *
                 asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all barriers are there, and may count
                 gdc_wait();
                 gdc_launch_dependents();
+#if NORM
+                rms::Eight sums[OWN_SPANS];
+#pragma unroll
+                for (int i = 0; i < OWN_SPANS; i++) {
+                    sums[i] = {};
+                    if (has[i]) sums[i] = rms::load(x + rows[i] * x_stride + starts[i]);
+                }
+                if (RESIDUAL) {
+                    rms::Eight others[OWN_SPANS];
+#pragma unroll
+                    for (int i = 0; i < OWN_SPANS; i++)
+                        if (has[i]) others[i] = rms::load(residual + rows[i] * residual_stride + starts[i]);
+#pragma unroll
+                    for (int i = 0; i < OWN_SPANS; i++)
+                        if (has[i]) sums[i] = rms::added(sums[i], others[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < OWN_SPANS; i++) {
+                    if (warp + i * WARPS >= NORM * SPANS) continue;
+                    float values[8];
+                    rms::widened(sums[i], values);
+                    const float total = rms::squares(values);
+                    if (lane == 0) squares[rows[i]][(warp + i * WARPS) % SPANS] = total;
+                }
+                __syncthreads();
+#pragma unroll
+                for (int i = 0; i < OWN_SPANS; i++) {
+                    if (!owns[i]) continue;
+                    float values[8];
+                    rms::widened(sums[i], values);
+                    const float scale = rms::scale_of<COLUMNS>(rms::total_of<SPANS>(squares[rows[i]]), eps);
+                    const rms::Eight result = rms::normed(values, scale, norm_weights[i]);
+                    *(rms::Eight *)(normed[rows[i]] + starts[i] - first * 32) = result;
+                    const i64 at = (i64)rows[i] * COLUMNS + starts[i];
+                    *(rms::Eight *)(y + at) = result;
+                    if (RESIDUAL) *(rms::Eight *)(sum + at) = sums[i];
+                }
+                __syncthreads();
+#endif
             }
 #pragma unroll
             for (int n = 0; n < NT; n++) {

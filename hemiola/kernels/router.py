@@ -1,19 +1,20 @@
 """Router of a mixture-of-experts layer: its logits, and the choice of experts.
 
-For few tokens it is one launch, in CUDA C++, see router.cu; otherwise, and where that cannot run, two in Triton.
+For few tokens it is one launch, in CUDA C++, see router.cu, for very few together with the norm before it; otherwise,
+and where that cannot run, two in Triton.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.cuda import CudaFunction, CudaModule, source_of
 from hemiola.kernels.launch import (
     capability,
     gdc_launch_dependents,
@@ -23,6 +24,7 @@ from hemiola.kernels.launch import (
     num_sms,
     uses_pdl,
 )
+from hemiola.kernels.rms_norm import takes_cuda
 
 KERNEL = "router_kernel"
 FUSED_TOKENS = 512
@@ -34,6 +36,10 @@ FEW_TOKENS = 8
 MANY_TOKENS = 1024
 """Least tokens for which a program takes all experts that fit, and reads its tokens once."""
 
+NORM_TOKENS = (1, 2, 4)
+"""Numbers of tokens whose norm every block computes: each is compiled for itself, and others are no graph's."""
+
+_NORM_SPANS = ((2816, 6), (4096, 3))  # of 256 columns, that a warp has registers for; by the most columns of a row
 _CLUSTER = 8  # blocks of a cluster, and tokens of a tile, in router.cu
 _FUSED_TILES = (1, 2, 4)  # of 8 tokens, that a cluster may take
 _FUSED_TOP_K = 32
@@ -162,13 +168,16 @@ def route(
 
 def takes_fused(x: Tensor, gate: Tensor, top_k: int) -> bool:
     """Whether `fused` can run: for any number of tokens, or for none."""
+    return gate.dtype == torch.bfloat16 and gate.data_ptr() % 16 == 0 and _takes_rows(x, len(gate), top_k)
+
+
+def _takes_rows(x: Tensor, num_experts: int, top_k: int) -> bool:
     return (
         not is_interpreted()
         and 90 <= capability() < 120
-        and gate.dtype == torch.bfloat16
         and top_k <= _FUSED_TOP_K
-        and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == gate.data_ptr() % 16 == 0
-        and _fused_shared(len(gate), _FUSED_TILES[0]) <= _STATIC_SHARED
+        and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
+        and _fused_shared(num_experts, _FUSED_TILES[0]) <= _STATIC_SHARED
     )
 
 
@@ -186,17 +195,44 @@ def fused_tiles(num_tokens: int, num_experts: int) -> int:
     return next((tiles for tiles in fitting if num_tokens <= _CLUSTER * tiles * clusters), fitting[-1])
 
 
+class Norm(NamedTuple):
+    """The norm before the router. residual: (T, hidden) or None; weight: (hidden,); bfloat16."""
+
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+
+
+def takes_norm(x: Tensor, residual: Tensor | None, weight: Tensor, num_experts: int, top_k: int) -> bool:
+    """Whether `fused_with_norm` can run, with an aligned gate in bfloat16."""
+    num_tokens, size = x.shape
+    if num_tokens not in NORM_TOKENS:
+        return False
+    spans = triton.cdiv(size, 256)
+    most = next((most for columns, most in _NORM_SPANS if size <= columns), 0)
+    columns = 32 * triton.cdiv(triton.cdiv(size, 32), _CLUSTER)  # of a block
+    shared = _fused_shared(num_experts, 1) + num_tokens * (2 * columns + 4 * spans + 16) + 16
+    return (
+        num_tokens * spans <= most * _fused_warps(num_experts)
+        and shared <= _STATIC_SHARED
+        and takes_cuda(x, residual, weight)
+        and _takes_rows(x, num_experts, top_k)
+    )
+
+
 @cache
 def fused_function(
-    num_experts: int, num_columns: int, tiles: int, top_k: int, groups: int, taken: int, normalise: bool
-) -> CudaFunction:
+    num_experts: int, num_columns: int, tiles: int, top_k: int, groups: int, taken: int, normalise: bool,
+    norm_tokens: int = 0, has_residual: bool = False,
+) -> CudaFunction:  # fmt: skip
     options = {
         "EXPERTS": num_experts, "COLUMNS": num_columns, "NT": tiles, "TOP_K": top_k, "GROUPS": groups, "TAKEN": taken,
-        "NORMALISE": int(normalise), "WARPS": _fused_warps(num_experts),
+        "NORMALISE": int(normalise), "WARPS": _fused_warps(num_experts), "NORM": norm_tokens,
+        "RESIDUAL": int(has_residual),
     }  # fmt: skip
-    source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    source = source_of("norm.cuh", "router.cu")
     module = CudaModule(source, tuple(f"-D{name}={value}" for name, value in options.items()))
-    return module.function(KERNEL, "PlPPPPPi")
+    return module.function(KERNEL, "PlPPPPPiPlPPPf")
 
 
 def _fused_warps(num_experts: int) -> int:
@@ -214,18 +250,61 @@ def fused(
     tiles: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`route` in one launch, where `takes_fused` says so. A token's bits depend neither on the others nor on tiles."""
+    tiles = tiles or fused_tiles(len(x), len(gate))
+    return _fused(x, gate, bias, top_k, router_groups, topk_router_groups, normalise, tiles)
+
+
+def fused_with_norm(
+    x: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    router_groups: int,
+    topk_router_groups: int,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`rms_norm` and `fused` of what it gives, in one launch, where `takes_norm` says so; with their bits. Returns ids,
+    weights, logits, the normed rows and x + residual, which is x without one."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if norm.residual is None else torch.empty_like(y)
+    choice = _fused(x, gate, bias, top_k, router_groups, topk_router_groups, normalise, 1, norm, y, total)
+    return *choice, y, total
+
+
+def _fused(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    top_k: int,
+    router_groups: int,
+    topk_router_groups: int,
+    normalise: bool,
+    tiles: int,
+    norm: Norm | None = None,
+    y: Tensor | None = None,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, total: what the norm writes."""
     (num_tokens, size), num_experts = x.shape, len(gate)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
     logits = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x.device)
-    tiles = tiles or fused_tiles(num_tokens, num_experts)
+    residual = None if norm is None else norm.residual
     groups, taken = (router_groups, topk_router_groups) if topk_router_groups < router_groups else (1, 1)
-    fused_function(num_experts, size, tiles, top_k, groups, taken, normalise).launch(
+    norm_tokens = 0 if norm is None else num_tokens
+    fused_function(
+        num_experts, size, tiles, top_k, groups, taken, normalise, norm_tokens, residual is not None
+    ).launch(
         (_CLUSTER * triton.cdiv(num_tokens, _CLUSTER * tiles), 1, 1),
         (32 * _fused_warps(num_experts), 1, 1),
-        (x, x.stride(0), gate, bias, logits, ids, weights, num_tokens),
+        (
+            x, x.stride(0), gate, bias, logits, ids, weights, num_tokens,
+            residual, 0 if residual is None else residual.stride(0), None if norm is None else norm.weight, y, total,
+            0.0 if norm is None else norm.eps,
+        ),
         pdl=uses_pdl(),
-    )
+    )  # fmt: skip
     return ids, weights, logits
 
 

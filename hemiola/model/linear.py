@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,16 @@ from hemiola.ops import Ops
 from hemiola.tap import Tap
 
 OP_OF_SCHEME = {Scheme.PLAIN: "linear", Scheme.FP8: "linear_fp8", Scheme.NVFP4: "linear_nvfp4"}
+
+Begun = tuple[tuple[torch.Tensor, ...], torch.Tensor]  # of each weight an output, and the new residual
+
+
+def _begin(ops: Ops, op: str, norm: tuple[Any, ...], weights: tuple[Weight, ...], dtype: torch.dtype) -> Begun | None:
+    """The norm before `op` and that in one; None where they are two. norm: the first four arguments of `rms_norm`."""
+    if not ops.takes("norm_linears", ("rms_norm", op), *norm, weights, dtype):
+        return None
+    begun: Begun = ops.norm_linears(*norm, weights, dtype)
+    return begun
 
 
 class Linear:
@@ -22,7 +33,8 @@ class Linear:
     def __init__(self, weight: Weight, dtype: torch.dtype, ops: Ops) -> None:
         self.weight, self.dtype, self._ops = weight, dtype, ops
         self.input_scale = weight.input_scale if weight.scheme is Scheme.FP8 else None
-        self._product = getattr(ops, OP_OF_SCHEME[weight.scheme])
+        self._op = OP_OF_SCHEME[weight.scheme]
+        self._product = getattr(ops, self._op)
         self._tap_name = f"{weight.name}.input"
 
     def __call__(
@@ -39,9 +51,13 @@ class Linear:
         y: torch.Tensor = self._product(x, self.weight, self.dtype, relu_squared, out_scale)
         return y
 
+    def begin(self, *norm: Any) -> Begun | None:
+        """See `_begin`."""
+        return _begin(self._ops, self._op, norm, (self.weight,), self.dtype)
+
     def warm(self) -> None:
         """Bring the weight to where its op reads it."""
-        self._ops.prepare(OP_OF_SCHEME[self.weight.scheme], self.weight)
+        self._ops.prepare(self._op, self.weight)
 
 
 class Linears:
@@ -62,6 +78,10 @@ class Linears:
                 tap(f"{weight.name}.input", x)
         outputs: tuple[torch.Tensor, ...] = self._ops.linears(x, self._weights, self.linears[0].dtype)
         return outputs
+
+    def begin(self, *norm: Any) -> Begun | None:
+        """See `_begin`."""
+        return _begin(self._ops, "linears", norm, self._weights, self.linears[0].dtype) if self._is_one else None
 
     def warm(self) -> None:
         """Bring the weights to where their op reads them."""

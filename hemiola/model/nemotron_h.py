@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,16 +68,22 @@ class NemotronH:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], tap: Tap | None = None) -> torch.Tensor:
         """One step. Returns the final-norm hidden state of every token, (T, hidden); caches are updated in place."""
-        ops, eps = self.ops, self.config.norm_eps
-        x = ops.embedding(batch.token_ids, self.embeddings, self.dtype)
+        x = self.ops.embedding(batch.token_ids, self.embeddings, self.dtype)
         residual: torch.Tensor | None = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            normed, residual = ops.rms_norm(x, residual, layer.norm_weight, eps, layer.mixer.input_scale)
-            x = layer.mixer(normed, batch, cache, tap)
+            begun, residual = self._begun(layer, x, residual, tap)
+            x = layer.mixer(begun, batch, cache, tap)
             if tap is not None:
                 tap(f"layers.{index}.output", residual + x)
-        hidden: torch.Tensor = ops.rms_norm(x, residual, self.norm_f, eps)[0]
+        hidden: torch.Tensor = self.ops.rms_norm(x, residual, self.norm_f, self.config.norm_eps)[0]
         return hidden
+
+    def _begun(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None, tap: Tap | None) -> Any:
+        """What the mixer starts from, and the new residual: the normed input, or what the norm and the mixer's first op
+        give in one. With a tap, which may ask for what lies between, they are two."""
+        mixer, norm = layer.mixer, (layer.norm_weight, self.config.norm_eps)
+        begun = mixer.begin(x, residual, *norm) if tap is None else None
+        return begun or self.ops.rms_norm(x, residual, *norm, mixer.input_scale)
 
     def logits(self, hidden: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         """hidden: (n, hidden) rows of `forward`. Returns (n, vocab) in the activation dtype."""

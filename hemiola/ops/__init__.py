@@ -11,6 +11,8 @@ from hemiola.ops import (  # noqa: F401  (imported for their registrations)
     mamba2_update,
     moe_experts,
     moe_route,
+    norm_linears,
+    norm_route,
     paged_attention,
     rms_norm,
     sample,

@@ -31,7 +31,7 @@ class Variant:
     None. `keeps` variants are called with `kept=`, the engine's store of expanded weights; `resident` ones with
     `resident=`, its weights on the device, and `prepare(weight, resident)` builds what a call would build; `invariant`
     ones with `invariant=`, whether a row's bits must not depend on its neighbours. `mutates` names the arguments that
-    are written in place.
+    are written in place. `varies`: a row's bits depend on how many there are, so no invariant engine runs it.
     """
 
     op: str
@@ -44,6 +44,7 @@ class Variant:
     invariant: bool
     prepare: Callable[..., Any] | None
     mutates: tuple[str, ...]
+    varies: bool
 
 
 class Path(NamedTuple):
@@ -70,12 +71,13 @@ def register(
     invariant: bool = False,
     prepare: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
+    varies: bool = False,
 ) -> None:
     """Add a variant to the registry; a second one of the same op, arm and name is a programming error."""
     variants = _registry.setdefault(op, {a: [] for a in ARMS})[arm]
     if any(v.name == variant for v in variants):
         raise ValueError(f"op {op!r} already has a {arm} variant {variant!r}")
-    variants.append(Variant(op, arm, variant, run, unsupported, keeps, resident, invariant, prepare, mutates))
+    variants.append(Variant(op, arm, variant, run, unsupported, keeps, resident, invariant, prepare, mutates, varies))
 
 
 def load_device_variants() -> None:
@@ -139,6 +141,13 @@ class Ops:
     def __getattr__(self, op: str) -> Callable[..., Any]:
         raise AttributeError(f"no op {op!r} is registered; registered are {', '.join(sorted(_registry))}")
 
+    def takes(self, op: str, instead_of: tuple[str, ...], *args: Any) -> bool:
+        """Whether to call `op`, which is some ops one after the other, instead of these: where all are to run on the
+        device arm and a variant of `op` supports the call. Elsewhere they run one by one, each on its own arm."""
+        if any(self.policy[each] != "device" for each in (op, *instead_of)):
+            return False
+        return any(self._refusal(variant, args, {}) is None for variant in _registry[op]["device"])
+
     def snapshot(self) -> dict[Path, int]:
         """Calls so far by path."""
         return {path: count[0] for path, count in self._counts.items() if count[0]}
@@ -177,7 +186,7 @@ class Ops:
     def _bind(self, op: str, arm: Arm) -> Callable[..., Any]:
         """The callable behind one op. An arm of a single variant without a predicate needs no selection per call."""
         variants = _registry[op][arm]
-        if len(variants) == 1 and variants[0].unsupported is None:
+        if len(variants) == 1 and variants[0].unsupported is None and not variants[0].varies:
             run, count = self._runner(variants[0]), self._count(Path(op, arm, variants[0].name, ""))
 
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,11 +215,16 @@ class Ops:
     def _count(self, path: Path) -> list[int]:
         return self._counts.setdefault(path, [0])
 
+    def _refusal(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if self.invariant and variant.varies:
+            return "a row's bits would depend on how many there are"
+        return variant.unsupported(*args, **kwargs) if variant.unsupported else None
+
     def _select(self, op: str, arm: Arm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, str]:
         """The first variant of the arm that supports the call, and why the policy's arm did not run, if so."""
         reasons = []
         for variant in _registry[op][arm]:
-            reason = variant.unsupported(*args, **kwargs) if variant.unsupported else None
+            reason = self._refusal(variant, args, kwargs)
             if reason is None:
                 return variant, ""
             reasons.append(f"{variant.name}: {reason}")

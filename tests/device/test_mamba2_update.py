@@ -14,6 +14,7 @@ from torch import Tensor
 from hemiola.formats.quant import fp8
 from hemiola.kernels.linear_bf16 import linear_bf16
 from hemiola.kernels.mamba2_update import TILES, Geometry, Tile, fitted, mamba2_update
+from hemiola.kernels.norm_linear import norm_linear
 from hemiola.kernels.rms_norm import rms_norm
 from hemiola.ops.device.mamba2_update import in_three, unsupported_in_one
 from hemiola.ops.mamba2_update import mamba2_update as reference
@@ -177,9 +178,10 @@ def test_neighbours_change_no_bit() -> None:
         assert torch.equal(alone[1][low:high], ssm[low:high])
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 40])
-def test_states_that_are_read_early_are_the_last_ones(num_rows: int) -> None:
-    """A layer's steps in a graph, with dependent launches: the norm, in_proj, the update, each on what is before it."""
+@pytest.mark.parametrize(("num_rows", "is_joined"), [(1, False), (4, False), (40, False), (1, True), (2, True)])
+def test_states_that_are_read_early_are_the_last_ones(num_rows: int, is_joined: bool) -> None:
+    """A layer's steps in a graph, with dependent launches: the norm, in_proj, the update, each on what is before it.
+    With the norm in in_proj a single launch lies between two updates."""
     i = Mamba2Inputs.random(generator(num_rows), num_rows, *LIGHTNING).cuda()
     hidden, width = 256, i.z.shape[1] + i.xBC.shape[1] + i.dt.shape[1]
     g = torch.Generator("cuda").manual_seed(1)
@@ -191,8 +193,10 @@ def test_states_that_are_read_early_are_the_last_ones(num_rows: int) -> None:
     def steps(conv: Tensor, ssm: Tensor, between: Callable[[], object]) -> list[Tensor]:
         x, outputs = first, []
         for _ in range(12):
-            normed, _ = rms_norm(x, None, norm, EPS)
-            projected = linear_bf16(normed, weight, invariant=True)
+            if is_joined:
+                projected, _ = norm_linear(x, None, norm, EPS, weight)
+            else:
+                projected = linear_bf16(rms_norm(x, None, norm, EPS)[0], weight, invariant=True)
             z, xBC, dt = projected.split([i.z.shape[1], i.xBC.shape[1], i.dt.shape[1]], 1)
             between()
             out = mamba2_update(*replace(i, z=z, xBC=xBC, dt=dt).arguments(conv, ssm, slots))

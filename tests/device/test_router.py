@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hemiola.kernels import router
+from hemiola.kernels.rms_norm import rms_norm
 from hemiola.ops.moe_route import choice as reference
+from tests.support.separation import poisoned_allocations
 
 SEED = secrets.randbelow(2**31)
 GAP = 4.0
@@ -144,3 +146,63 @@ def test_both_at_once_with_ties_and_without_numbers() -> None:
     assert ids.min() >= 0
     assert ids.max() < 128
     assert all(len(row.unique()) == 6 for row in ids)
+
+
+NORM_SIZES = [(128, 2688, 6, 1, 1), (512, 4096, 22, 1, 1), (24, 80, 3, 3, 2), (5, 1000, 5, 1, 1), (64, 136, 4, 8, 3)]
+NORM_SIZES += [(128, 2056, 6, 1, 1), (100, 256, 8, 1, 1)]
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize(("num_experts", "hidden", "top_k", "groups", "taken"), NORM_SIZES)
+def test_with_the_norm_every_bit_is_that_of_two_launches(
+    num_experts: int, hidden: int, top_k: int, groups: int, taken: int, has_residual: bool
+) -> None:
+    g = torch.Generator("cuda").manual_seed(SEED)
+    gate = (torch.randn(num_experts, hidden, generator=g, device="cuda") * hidden**-0.5).bfloat16()
+    bias = torch.randn(num_experts, generator=g, device="cuda") * 0.1
+    weight = (1 + 0.3 * torch.randn(hidden, generator=g, device="cuda")).bfloat16()
+    taken_counts = []
+    for num_tokens in router.NORM_TOKENS:
+        for scale in (1e-3, 1.0, 30.0):
+            rows = (torch.randn(2, num_tokens, hidden + 16, generator=g, device="cuda") * scale).bfloat16()
+            x, other = rows[:, :, 16:]
+            residual = other if has_residual else None
+            if not router.takes_norm(x, residual, weight, num_experts, top_k):
+                continue
+            taken_counts.append(num_tokens)
+            y, total = rms_norm(x, residual, weight, 1e-5)
+            expected = (*router.route(y, gate, bias, top_k, groups, taken, True), y, total)
+            with poisoned_allocations():
+                norm = router.Norm(residual, weight, 1e-5)
+                result = router.fused_with_norm(x, norm, gate, bias, top_k, groups, taken, True)
+            assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    assert 1 in taken_counts
+    assert hidden != 2688 or 4 in taken_counts
+
+
+@pytest.mark.usefixtures("clusters")
+def test_with_the_norm_one_launch_after_another() -> None:
+    """Chained, so that each starts while the one before, which writes what it reads, may run."""
+    g = torch.Generator("cuda").manual_seed(SEED)
+    gates = (torch.randn(16, 128, 2688, generator=g, device="cuda") * 2688**-0.5).bfloat16()
+    weights = (1 + 0.3 * torch.randn(16, 2688, generator=g, device="cuda")).bfloat16()
+    bias = torch.randn(128, generator=g, device="cuda") * 0.1
+    x = torch.randn(2, 2688, generator=g, device="cuda").bfloat16()
+
+    def chain(is_joined: bool) -> list[torch.Tensor]:
+        rows: tuple[torch.Tensor, torch.Tensor | None] = (x, None)
+        outputs = []
+        for gate, weight in zip(gates, weights, strict=True):
+            if is_joined:
+                result = router.fused_with_norm(rows[0], router.Norm(rows[1], weight, 1e-5), gate, bias, 6, 1, 1, True)
+            else:
+                y, total = rms_norm(*rows, weight, 1e-5)
+                result = (*router.route(y, gate, bias, 6, 1, 1, True), y, total)
+            rows = result[3:]
+            outputs += result
+        return outputs
+
+    expected = chain(False)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(chain(True), expected, strict=True))

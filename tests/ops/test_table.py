@@ -189,3 +189,37 @@ def test_a_star_is_for_all_ops_that_are_not_named() -> None:
     assert ops({"double": "device"}).policy == {"double": "device", "negate": "reference"}
     with pytest.raises(ConfigError, match=r"\*=gpu"):
         ops({"*": "gpu"})
+
+
+@pytest.fixture
+def joined(toys: None) -> None:
+    """`twice`, which is `double` and `double` again, for small numbers; and one whose result depends on neighbours."""
+    register(op="twice", arm="reference", variant="torch", run=lambda x: 4 * x)
+    register(op="twice", arm="device", variant="one", run=lambda x: 4 * x, unsupported=too_wide)
+    register(op="varying", arm="reference", variant="torch", run=lambda x: 4 * x)
+    register(op="varying", arm="device", variant="one", run=lambda x: 4 * x, varies=True)
+
+
+@pytest.mark.usefixtures("joined")
+def test_an_op_is_called_instead_of_others_where_all_are_on_the_device_and_a_variant_takes_it() -> None:
+    device = {"double": "device", "twice": "device"}
+    bound = ops(device)
+    assert bound.takes("twice", ("double",), 3)
+    assert not bound.takes("twice", ("double",), 11), "its variant refuses"
+    assert not bound.takes("twice", ("double", "negate"), 3), "negate is on the reference arm"
+    assert not ops("reference").takes("twice", ("double",), 3)
+    assert not ops({**device, "double": "reference"}).takes("twice", ("double",), 3)
+    assert not ops({**device, "twice": "reference"}).takes("twice", ("double",), 3)
+    assert bound.snapshot() == {}, "asking is no call"
+    assert bound.twice(3) == 12
+    assert bound.snapshot() == {Path("twice", "device", "one", ""): 1}
+
+
+@pytest.mark.usefixtures("joined")
+def test_an_invariant_engine_runs_no_variant_that_varies() -> None:
+    device = {"double": "device", "varying": "device"}
+    assert ops(device).takes("varying", ("double",), 3)
+    bound = ops(device, invariant=True)
+    assert not bound.takes("varying", ("double",), 3)
+    with pytest.raises(UnsupportedPath, match="depend on how many"):
+        bound.varying(3)

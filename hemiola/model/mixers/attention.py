@@ -6,10 +6,12 @@ Source: vLLM 0.25.0 model_executor/models/nemotron_h.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hemiola.model.batch import ForwardBatch
-from hemiola.model.linear import Linear, Linears
+from hemiola.model.linear import Begun, Linear, Linears
 from hemiola.model.specs import KVSpec, KVTensors, LayerCache
 from hemiola.ops import Ops
 from hemiola.tap import Tap
@@ -35,10 +37,18 @@ class AttentionMixer:
         self.scale, self.kv_scales, self.ops = scale, kv_scales, ops
         self.input_scale = self.qkv.input_scale
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
+    def begin(self, *norm: Any) -> Begun | None:
+        """The norm before q, k and v and these in one; None where they are two. norm: as `rms_norm` takes it."""
+        return self.qkv.begin(*norm)
+
+    def __call__(
+        self, x: torch.Tensor | tuple[torch.Tensor, ...], batch: ForwardBatch, cache: LayerCache, tap: Tap | None
+    ) -> torch.Tensor:
+        """x: the normed input, or q, k and v, where they have been begun with."""
         assert isinstance(cache, KVTensors), f"{self.name} was given no KV cache"
         head_dim = self.spec.head_dim
-        q, k, v = (y.view(x.shape[0], -1, head_dim) for y in self.qkv(x, tap))
+        qkv = x if isinstance(x, tuple) else self.qkv(x, tap)
+        q, k, v = (y.view(len(y), -1, head_dim) for y in qkv)
         if tap is not None:
             tap(f"{self.name}.k", k)
             tap(f"{self.name}.v", v)

@@ -7,11 +7,12 @@ varlen ones and the norm; the projections run over all rows at once. Source: vLL
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hemiola.model.batch import ForwardBatch
-from hemiola.model.linear import Linear
+from hemiola.model.linear import Begun, Linear
 from hemiola.model.specs import LayerCache, StateSpec, StateTensors
 from hemiola.ops import Ops, PrefillLayout
 from hemiola.tap import Tap
@@ -50,9 +51,17 @@ class Mamba2Mixer:
         self.bc_size = ssm_groups * spec.state_size
         self.parts = [self.inner, spec.conv_dim, spec.num_heads]
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
+    def begin(self, *norm: Any) -> Begun | None:
+        """The norm before in_proj and that in one; None where they are two. norm: as `rms_norm` takes it."""
+        return self.in_proj.begin(*norm)
+
+    def __call__(
+        self, x: torch.Tensor | tuple[torch.Tensor, ...], batch: ForwardBatch, cache: LayerCache, tap: Tap | None
+    ) -> torch.Tensor:
+        """x: the normed input, or in_proj's output alone in a tuple, where it has been begun with."""
         assert isinstance(cache, StateTensors), f"{self.in_proj.weight.name} was given no state"
-        z, xBC, dt = self.in_proj(x, tap).split_with_sizes(self.parts, dim=-1)
+        projected = x[0] if isinstance(x, tuple) else self.in_proj(x, tap)
+        z, xBC, dt = projected.split_with_sizes(self.parts, dim=-1)
         parts = []
         d = batch.num_decodes
         if d:

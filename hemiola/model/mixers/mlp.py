@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hemiola.model.batch import ForwardBatch
@@ -14,6 +16,9 @@ class MLPMixer:
     def __init__(self, up_proj: Linear, down_proj: Linear) -> None:
         self.up_proj, self.down_proj = up_proj, down_proj
         self.input_scale = up_proj.input_scale
+
+    def begin(self, *norm: Any) -> None:
+        """The norm and up_proj are never one."""
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
         return self.feed(x, tap)

@@ -7,6 +7,7 @@ and is never scaled. Source: vLLM 0.25.0 model_executor/models/nemotron_h.py (Ne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from hemiola.tap import Tap
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The arguments of `ops.moe_route` after x."""
+    """The router's weight and settings."""
 
     gate: Weight
     gate_dtype: torch.dtype
@@ -30,6 +31,19 @@ class Router:
     router_groups: int
     topk_router_groups: int
     normalise: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of `ops.moe_route`, after x."""
+        groups = (self.router_groups, self.topk_router_groups)
+        return self.gate, self.gate_dtype, self.correction_bias, self.top_k, *groups, self.normalise
+
+
+class Routed(NamedTuple):
+    """x: the normed input, (T, hidden). ids, weights: (T, top_k), its experts."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
 
 
 class MoEMixer:
@@ -52,11 +66,24 @@ class MoEMixer:
             self.together = SharedExpert(shared.up_proj.weight, shared.down_proj.weight)
         self.input_scale: float | None = None  # the router, the experts and the shared expert read one input
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: LayerCache, tap: Tap | None) -> torch.Tensor:
-        r = self.router
-        ids, weights, _ = self.ops.moe_route(
-            x, r.gate, r.gate_dtype, r.correction_bias, r.top_k, r.router_groups, r.topk_router_groups, r.normalise
-        )
+    def begin(self, *norm: Any) -> tuple[Routed, torch.Tensor] | None:
+        """The norm and the router in one op, and the new residual; None where they are two. norm: as `rms_norm` takes
+        it."""
+        given = (*norm, *self.router.arguments())
+        if not self.ops.takes("norm_route", ("rms_norm", "moe_route"), *given):
+            return None
+        ids, weights, _, normed, total = self.ops.norm_route(*given)
+        return Routed(normed, ids, weights), total
+
+    def route(self, x: torch.Tensor) -> Routed:
+        ids, weights, _ = self.ops.moe_route(x, *self.router.arguments())
+        return Routed(x, ids, weights)
+
+    def __call__(
+        self, x: torch.Tensor | Routed, batch: ForwardBatch, cache: LayerCache, tap: Tap | None
+    ) -> torch.Tensor:
+        """x: the normed input, or that with its experts, where they have been begun with."""
+        x, ids, weights = x if isinstance(x, Routed) else self.route(x)
         if self.latent is None:
             routed: torch.Tensor = self.ops.moe_experts(
                 x, ids, weights, self.up, self.down, self.routed_scaling_factor, self.together, tap=tap

@@ -22,8 +22,13 @@ def unsupported(
 
 
 def prepare(gate: Weight, resident: ResidentWeights, gate_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The gate (E, hidden) in gate_dtype; built once."""
-    return resident.get(gate.name, f"gate {gate_dtype}", lambda: resident.upload(gate.data).to(gate_dtype))
+    """The gate (E, hidden) in gate_dtype, at an address that is a multiple of 16; built once."""
+
+    def build() -> Tensor:
+        matrix = resident.upload(gate.data).to(gate_dtype)
+        return matrix.clone() if matrix.data_ptr() % 16 else matrix
+
+    return resident.get(gate.name, f"gate {gate_dtype}", build)
 
 
 def run(
