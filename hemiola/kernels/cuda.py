@@ -19,8 +19,8 @@ import hashlib
 import importlib.util
 import struct
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
-from functools import cache
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -41,6 +41,7 @@ __all__ = [
     "compile_source",
     "missing",
     "source_of",
+    "tensor_map",
 ]
 
 # Programmatic dependent launch, from sm_90 on; nothing before. The code that follows counts its own lines.
@@ -59,13 +60,16 @@ __device__ __forceinline__ void gdc_launch_dependents() {
 """
 OPTIONS = ("-std=c++17", "-default-device")
 NVRTC_MAJORS = ("13", "12")
-# A signature's letters in the letters of the module struct, whose native alignment is that of C.
-LETTERS = {"P": "P", "i": "i", "l": "q", "f": "f"}
+# A signature's letters in the letters of the module struct, whose native alignment is that of C. Tensor maps, which
+# want 64 bytes', come first.
+LETTERS = {"P": "P", "i": "i", "l": "q", "f": "f", "T": "128s"}
 
 # From cuda.h.
 INVALID_CONTEXT = 201
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
+UINT8, NO_INTERLEAVE, SWIZZLE_128B, L2_PROMOTION_256B, ZEROS_OUTSIDE = 0, 0, 3, 3, 0
 ATTRIBUTE = struct.Struct("=I4xi60x")  # CUlaunchAttribute: its id, then 64 bytes of its value
 CONFIG = struct.Struct("@7IPPI")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
 
@@ -199,6 +203,43 @@ def _enter_context(device: int) -> None:
     _check(_driver().cuCtxSetCurrent(context), f"the context of GPU {device}")
 
 
+def _aligned(size: int, alignment: int) -> tuple[Any, int]:
+    """Memory with so many bytes, and where they begin in it."""
+    memory = (c_uint64 * ((size + alignment) // 8))()
+    return memory, -ctypes.addressof(memory) % alignment
+
+
+def tensor_map(x: Tensor, box_rows: int) -> bytes:
+    """What tells the tensor memory accelerator how x lies in memory: (rows, columns) of bytes, at an address and with a
+    distance of rows that are multiples of 16.
+
+    Boxes are of 128 columns and box_rows rows, up to 256, with 128-byte swizzle; past the end there are zeros.
+    """
+    if x.is_meta:
+        return bytes(TENSOR_MAP_BYTES)
+    rows, columns = x.shape
+    return _tensor_map(x.data_ptr(), rows, columns, x.stride(0) if rows > 1 else columns, box_rows)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> bytes:
+    encode = _driver().cuTensorMapEncodeTiled
+    encode.argtypes = [c_void_p, c_int, c_uint32, c_void_p, *(c_void_p,) * 4, *(c_int,) * 4]
+    memory, offset = _aligned(TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT)
+    sizes, strides = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(stride)
+    box, steps = (c_uint32 * 2)(128, box_rows), (c_uint32 * 2)(1, 1)
+    arguments = (
+        *(ctypes.addressof(memory) + offset, UINT8, 2, address, sizes, strides, box, steps),
+        *(NO_INTERLEAVE, SWIZZLE_128B, L2_PROMOTION_256B, ZEROS_OUTSIDE),
+    )
+    result = encode(*arguments)
+    if result == INVALID_CONTEXT:  # a thread that has used no GPU yet
+        _enter_context(driver.active.get_current_device())
+        result = encode(*arguments)
+    _check(result, f"a tensor map of {rows} rows of {columns} bytes, {stride} apart, at {address:#x}")
+    return bytes(memory)[offset : offset + TENSOR_MAP_BYTES]
+
+
 class CudaModule:
     """A source and its options, such as `-DTILE=64`. Compiled for the current GPU when a function of it is loaded."""
 
@@ -209,7 +250,7 @@ class CudaModule:
         self._handles: dict[int, c_void_p] = {}
 
     def function(self, name: str, signature: str) -> CudaFunction:
-        """The kernel `name`. signature: a letter an argument; P pointer, i int32, l int64, f float."""
+        """The kernel `name`. signature: a letter an argument; P pointer, i int32, l int64, f float, T tensor map."""
         return CudaFunction(self, name, signature)
 
     def compile(self) -> bytes:
@@ -243,8 +284,8 @@ class CudaFunction:
         ends = [struct.calcsize("@" + "".join(letters[: i + 1])) for i in range(len(letters))]
         # What a launch points to, written anew by each: the arguments, a pointer to each, the configuration.
         self._layout = struct.Struct("@" + "".join(letters))
-        self._arguments = (c_uint64 * (self._layout.size // 8 + 1))()
-        start = ctypes.addressof(self._arguments)
+        self._arguments, self._start = _aligned(self._layout.size, TENSOR_MAP_ALIGNMENT)
+        start = ctypes.addressof(self._arguments) + self._start
         self._pointers = (c_void_p * len(letters))(
             *(start + end - struct.calcsize(letter) for letter, end in zip(letters, ends, strict=True))
         )
@@ -264,11 +305,11 @@ class CudaFunction:
         _check(_driver().cuModuleGetFunction(byref(handle), module, self.name.encode()), f"CUDA kernel {self.name}")
         self._handles[device] = handle
 
-    def marshal(self, args: Sequence[Tensor | float | None]) -> None:
+    def marshal(self, args: Sequence[Tensor | float | bytes | None]) -> None:
         """Write a launch's arguments to where the driver reads them. TypeError: they do not fit the signature."""
         values: list[Any] = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
         try:
-            self._layout.pack_into(self._arguments, 0, *values)
+            self._layout.pack_into(self._arguments, self._start, *values)
         except (struct.error, OverflowError) as error:
             raise TypeError(f"arguments of CUDA kernel {self.name} ({self.signature}): {error}") from error
 
@@ -276,14 +317,14 @@ class CudaFunction:
         self,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
-        args: Sequence[Tensor | float | None],
+        args: Sequence[Tensor | float | bytes | None],
         shared_bytes: int = 0,
         pdl: bool = False,
     ) -> None:
         """Launch on torch's current stream of the current GPU.
 
-        args: as in the signature; a tensor or None, the null pointer, for P. TypeError for others. Devices, dtypes
-        and layouts of tensors are the caller's. shared_bytes: dynamic shared memory of a block.
+        args: as in the signature; a tensor or None, the null pointer, for P, what `tensor_map` gives for T. TypeError
+        for others. Devices, dtypes and layouts of tensors are the caller's. shared_bytes: dynamic shared memory of a block.
         pdl: programmatic dependent launch, for sm_90 and later; the kernel has to call `gdc_wait()`.
         """
         if compiles_only(self.module, self.module.compile):

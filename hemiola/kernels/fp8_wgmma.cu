@@ -1,0 +1,361 @@
+// Products of some tokens with FP8 weights, which memory bounds: Hopper's wgmma of e4m3 codes, both from shared memory.
+//
+// Tokens are the 64 rows of a product and rows of weights its columns, of which there may be any multiple of eight: so
+// blocks get even shares of the weights, whatever their number of rows. Rows of the first operand past the tokens of a
+// tile are whatever shared memory holds there; a row of sums depends on its own row alone, and those are not written.
+//
+// A block takes TOKENS tokens times ROWS rows of weights. Steps of 128 columns go through a ring of STAGES, which the
+// tensor memory accelerator fills, with 128-byte swizzle, and with zeros past the end of rows and columns. One thread
+// fetches weights, from the kernel's start, one fetches x, once the kernel before has ended. A warpgroup multiplies 64
+// tokens.
+//
+// With SPLITS > 1 a cluster of so many blocks shares out the columns of a tile. Each writes its sums to the shared
+// memory of whoever adds them, which has eighths of ROWS of its own; they are added in the blocks' order. With SHARE > 1
+// a cluster takes as many tiles of rows, and its blocks fetch a part of x each, for all of them.
+//
+// A sum's order depends on SPLITS alone. Nothing is kept between launches, and no memory but `out` is written.
+//
+// Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, SHARE, STAGES; and product(), see fp8_wgmma.py. With
+// SPIN_LIMIT_NS nothing waits longer for a copy or a free stage; the kernel traps instead.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct u32x2 { u32 x, y; };
+struct alignas(16) u32x4 { u32 x, y, z, w; };
+struct alignas(16) f32x4 { float x, y, z, w; };
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+constexpr int CLUSTER = SPLITS * SHARE, WARPGROUPS = (TOKENS + 63) / 64, MULTIPLIERS = 128 * WARPGROUPS;
+constexpr int WEIGHT_WARP = 4 * WARPGROUPS, X_WARP = WEIGHT_WARP + 1, THREADS = MULTIPLIERS + 64;
+constexpr u32 X_BYTES = TOKENS * 128, WEIGHT_BYTES = ROWS * 128, RING_BYTES = STAGES * (X_BYTES + WEIGHT_BYTES);
+// A piece is eight rows. PIECES: the most that a block adds. A token's sums lie PITCH floats apart, an odd multiple of
+// eight, so that neither pairs nor fours of them meet in a bank.
+constexpr int ALL_PIECES = ROWS / 8, PIECES = (ALL_PIECES + SPLITS - 1) / SPLITS, PITCH = (PIECES | 1) * 8;
+constexpr u32 SUM_BYTES = SPLITS * TOKENS * PITCH * 4;  // in the ring's place without SPLITS
+constexpr u32 SUMS_AT = SPLITS > 1 ? RING_BYTES : 0, SUMS_END = SUMS_AT + SUM_BYTES;
+constexpr u32 BARRIERS_AT = SUMS_END < RING_BYTES ? RING_BYTES : SUMS_END;
+static_assert(TOKENS % (8 * SHARE) == 0 && TOKENS <= 256 && ROWS % 8 == 0 && ROWS <= 256, "a copy's and a product's");
+static_assert(SPLITS == 1 || SHARE == 1, "a cluster is for one thing");
+static_assert(WARPGROUPS * 64 * 128 - X_BYTES <= STAGES * WEIGHT_BYTES, "rows past the tokens are still in the ring");
+
+// ------------------------------------------------------------------------------------------------ instructions
+
+__device__ __forceinline__ u32 address_of(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_in_cluster(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ bool has_turned(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done != 0;
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+#ifdef SPIN_LIMIT_NS
+    u64 start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    while (!has_turned(barrier, parity)) {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (now - start > SPIN_LIMIT_NS) asm volatile("trap;");
+    }
+#else
+    while (!has_turned(barrier, parity)) {}
+#endif
+}
+
+// A box of the map from this column and row on.
+__device__ __forceinline__ void copy(u32 to, const TensorMap &map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
+// To the same place of all blocks of the cluster, and to their barriers.
+__device__ __forceinline__ void copy_to_all(u32 to, const TensorMap &map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3}], [%4], %5;"
+                 :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+}
+
+// What was written to shared memory before is seen by the whole cluster after its cluster_wait.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ u32 address_in(u32 address, u32 block) {
+    u32 r;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(block));
+    return r;
+}
+
+__device__ __forceinline__ void sync_multipliers() {
+    asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLIERS) : "memory");
+}
+
+__device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int N>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
+
+// What the tensor cores write keeps its registers until here, and is not computed before.
+__device__ __forceinline__ void pin(float (&v)[ROWS / 2]) {
+#pragma unroll
+    for (auto &part : v) asm volatile("" : "+f"(part) :: "memory");
+}
+
+// Rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.
+__device__ __forceinline__ u64 operand(u32 address) {
+    return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// Two float32 to bfloat16, and their squared ReLU from there, rounded. NaN stays.
+__device__ __forceinline__ u32 finished(float first, float second, bool relu_squared) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+    if (relu_squared) {
+        asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(r) : "r"(0u));
+        asm("fma.rn.bf16x2 %0, %0, %0, %1;" : "+r"(r) : "r"(0x80008000u));
+    }
+    return r;
+}
+
+// As in quantize.py.
+__device__ __forceinline__ float quotient(float x, float scale, float inverse) {
+    const float q = fminf(fmaxf(__fmul_rn(x, inverse), -1024.f), 1024.f);
+    return __fmaf_rn(__fmaf_rn(q, -scale, x), inverse, q);
+}
+
+// Two bfloat16, divided, to e4m3: saturating; NaN stays.
+__device__ __forceinline__ u32 to_e4m3(u32 v, float scale, float inverse) {
+    u16 r;
+    const float low = quotient(__uint_as_float(v << 16), scale, inverse);
+    const float high = quotient(__uint_as_float(v & 0xFFFF0000u), scale, inverse);
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// ---------------------------------------------------------------------------------------------------- a block
+
+// What a block does.
+struct Item {
+    int rank, first_token, count, first_row, first_step, steps;
+
+    __device__ __forceinline__ Item(int num_tokens, int all_steps) {
+        const int cluster = blockIdx.x / CLUSTER, token_tiles = (num_tokens + TOKENS - 1) / TOKENS;
+        rank = blockIdx.x % CLUSTER;
+        const int split = SPLITS > 1 ? rank : 0, tile = SHARE > 1 ? rank : 0;
+        first_token = cluster % token_tiles * TOKENS;
+        count = min(num_tokens - first_token, TOKENS);
+        first_row = (cluster / token_tiles * SHARE + tile) * ROWS;
+        first_step = all_steps * split / SPLITS;
+        steps = all_steps * (split + 1) / SPLITS - first_step;
+    }
+};
+
+// The ring, seen by one side: where it stands, and how often it has been around.
+struct Ring {
+    u32 base, stage = 0, parity = 0;
+
+    __device__ __forceinline__ u32 x() const { return base + stage * X_BYTES; }
+    __device__ __forceinline__ u32 weights() const { return base + STAGES * X_BYTES + stage * WEIGHT_BYTES; }
+    __device__ __forceinline__ u32 full() const { return base + BARRIERS_AT + stage * 8; }
+    __device__ __forceinline__ u32 empty() const { return base + BARRIERS_AT + (STAGES + stage) * 8; }
+    __device__ __forceinline__ void wait_full() const { wait(full(), parity); }
+    __device__ __forceinline__ void wait_empty() const { wait(empty(), parity ^ 1); }
+    __device__ __forceinline__ void step() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// By one thread: steps first .. last, counted from the item's.
+__device__ __forceinline__ void fetch_weights(Ring &ring, const TensorMap &map, const Item &item, int first, int last) {
+    for (int step = first; step < last; step++) {
+        if (first > 0) ring.wait_empty();
+        arrive_and_expect(ring.full(), WEIGHT_BYTES);
+        copy(ring.weights(), map, (item.first_step + step) * 128, item.first_row, ring.full());
+        ring.step();
+    }
+}
+
+__device__ __forceinline__ void fetch_x(Ring ring, const TensorMap &map, const Item &item) {
+    for (int step = 0; step < item.steps; step++) {
+        const int column = (item.first_step + step) * 128, part = SHARE > 1 ? item.rank : 0;
+        ring.wait_empty();
+        arrive_and_expect(ring.full(), X_BYTES);
+        if constexpr (SHARE > 1)
+            copy_to_all(ring.x() + part * (X_BYTES / SHARE), map, column, item.first_token + part * (TOKENS / SHARE),
+                        ring.full());
+        else
+            copy(ring.x(), map, column, item.first_token, ring.full());
+        ring.step();
+    }
+}
+
+// Sums of a warpgroup's 64 tokens and the block's rows, as wgmma has them.
+__device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], Ring ring, int steps) {
+    const u32 first_token = threadIdx.x / 128 * 64, lane = threadIdx.x % 32;
+#pragma unroll
+    for (auto &sum : acc) sum = 0.f;
+    pin(acc);
+    u32 last_empty = 0;
+    for (int step = 0; step < steps; step++) {
+        ring.wait_full();
+        // The same in all lanes, which lets them stay in uniform registers.
+        const u32 x_at = __shfl_sync(0xFFFFFFFFu, ring.x() + first_token * 128, 0);
+        const u32 weights_at = __shfl_sync(0xFFFFFFFFu, ring.weights(), 0);
+        const u64 x = operand(x_at), weights = operand(weights_at);
+        open_products();
+#pragma unroll
+        for (int i = 0; i < 4; i++) product(acc, x + i * 2, weights + i * 2);  // 32 columns each
+        close_products();
+        wait_for_products<1>();
+        if (step > 0) {
+            if constexpr (SHARE > 1) {
+                if (lane < SHARE) arrive_in_cluster(address_in(last_empty, lane));
+            } else {
+                if (lane == 0) arrive(last_empty);
+            }
+        }
+        last_empty = ring.empty();
+        ring.step();
+    }
+    wait_for_products<0>();
+    pin(acc);
+}
+
+// A warp's sums to those who add them: of a block's sums, by the block they come from, token and own piece.
+__device__ __forceinline__ void hand_out(const float (&acc)[ROWS / 2], const Item &item, u32 sums) {
+    const int lane = threadIdx.x % 32, token = threadIdx.x / 32 * 16 + lane / 4;
+    const u32 to = sums + ((SPLITS > 1 ? item.rank : 0) * TOKENS + token) * (PITCH * 4) + lane % 4 * 8;
+#pragma unroll
+    for (int owner = 0; owner < SPLITS; owner++) {
+        const u32 own_to = SPLITS > 1 ? address_in(to, owner) : to;
+#pragma unroll
+        for (int piece = ALL_PIECES * owner / SPLITS; piece < ALL_PIECES * (owner + 1) / SPLITS; piece++) {
+            const u32 at = own_to + (piece - ALL_PIECES * owner / SPLITS) * 32;
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (token + i * 8 < item.count)
+                    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};"
+                                 :: "r"(at + i * (8 * PITCH * 4)), "f"(acc[piece * 4 + i * 2]),
+                                    "f"(acc[piece * 4 + i * 2 + 1]) : "memory");
+        }
+    }
+}
+
+// The sums of all blocks for the block's own pieces, finished and written.
+__device__ __forceinline__ void write(const Item &item, const float *sums, void *out, float alpha, float out_scale,
+                                      int num_rows, int flags) {
+    const int split = SPLITS > 1 ? item.rank : 0, first = ALL_PIECES * split / SPLITS;
+    const int own = ALL_PIECES * (split + 1) / SPLITS - first;
+    const float inverse = __fdiv_rn(1.f, out_scale);
+    for (int i = threadIdx.x; i < item.count * PIECES; i += MULTIPLIERS) {
+        const int token = i / PIECES, piece = i % PIECES, row = item.first_row + (first + piece) * 8;
+        if (piece >= own || row >= num_rows) continue;
+        const f32x4 *from = (const f32x4 *)(sums + token * PITCH + piece * 8);
+        f32x4 low = from[0], high = from[1];
+#pragma unroll
+        for (int block = 1; block < SPLITS; block++) {
+            const f32x4 *other = from + block * (TOKENS * PITCH / 4);
+            const f32x4 a = other[0], b = other[1];
+            low.x += a.x; low.y += a.y; low.z += a.z; low.w += a.w;
+            high.x += b.x; high.y += b.y; high.z += b.z; high.w += b.w;
+        }
+        const bool relu_squared = flags & 1;
+        const u32x4 v{finished(low.x * alpha, low.y * alpha, relu_squared),
+                      finished(low.z * alpha, low.w * alpha, relu_squared),
+                      finished(high.x * alpha, high.y * alpha, relu_squared),
+                      finished(high.z * alpha, high.w * alpha, relu_squared)};
+        const i64 at = (i64)(item.first_token + token) * num_rows + row;
+        if (flags & 4) {
+            const u32x2 bytes{to_e4m3(v.x, out_scale, inverse) | to_e4m3(v.y, out_scale, inverse) << 16,
+                              to_e4m3(v.z, out_scale, inverse) | to_e4m3(v.w, out_scale, inverse) << 16};
+            *(u64 *)((u8 *)out + at) = bytes.x | (u64)bytes.y << 32;
+        } else {
+            *(u32x4 *)((u16 *)out + at) = v;
+        }
+    }
+}
+
+// x_map, weight_map: tensor maps of bytes, of boxes of 128 columns and TOKENS / SHARE or ROWS rows, with 128-byte
+// swizzle. There are SPLITS steps of 128 columns at least; num_rows is a multiple of 8.
+// flags: 1 squared ReLU, 4 quantised with out_scale to e4m3 (out is bytes then).
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) fp8_wgmma_kernel(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, void *out, float alpha,
+    float out_scale, int num_tokens, int num_rows, int all_steps, int flags) {
+    extern __shared__ u8 memory[];
+    u8 *const base = memory + (-address_of(memory) & 1023);
+    const Item item(num_tokens, all_steps);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ahead = min(item.steps, STAGES);
+    Ring ring{address_of(base)};
+    if (threadIdx.x == WEIGHT_WARP * 32) {
+        for (int i = 0; i < STAGES; i++) {
+            init(ring.base + BARRIERS_AT + i * 8, 2);                                    // of weights and of x
+            init(ring.base + BARRIERS_AT + (STAGES + i) * 8, 4 * WARPGROUPS * SHARE);  // a warp that multiplies each
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fetch_weights(ring, weight_map, item, 0, ahead);
+    }
+    __syncthreads();
+    // Nobody is written to before it has begun.
+    if constexpr (CLUSTER > 1) cluster_arrive();
+    if constexpr (SHARE > 1) cluster_wait();
+    if (warp == WEIGHT_WARP) {
+        if (lane == 0 && item.steps > ahead) fetch_weights(ring, weight_map, item, ahead, item.steps);
+        __syncwarp();
+    } else if (warp == X_WARP) {
+        gdc_wait();
+        gdc_launch_dependents();
+        if (lane == 0) fetch_x(ring, x_map, item);
+        __syncwarp();
+    } else {
+        float acc[ROWS / 2];
+        gdc_wait();
+        multiply(acc, ring, item.steps);
+        if constexpr (SPLITS > 1) cluster_wait();
+        else sync_multipliers();  // both have read the ring
+        hand_out(acc, item, ring.base + SUMS_AT);
+    }
+    if constexpr (SPLITS > 1) {
+        if (warp >= WEIGHT_WARP) cluster_wait();
+        __syncwarp();
+        cluster_arrive();
+        cluster_wait();
+    }
+    if (warp < WEIGHT_WARP) {
+        if constexpr (SPLITS == 1) sync_multipliers();
+        write(item, (const float *)(base + SUMS_AT), out, alpha, out_scale, num_rows, flags);
+    }
+    // Nobody ends while a stage of its is still told to be free.
+    if constexpr (SHARE > 1) {
+        __syncwarp();
+        cluster_arrive();
+        cluster_wait();
+    }
+}
