@@ -324,7 +324,8 @@ class CudaFunction:
         """Launch on torch's current stream of the current GPU.
 
         args: as in the signature; a tensor or None, the null pointer, for P, what `tensor_map` gives for T. TypeError
-        for others. Devices, dtypes and layouts of tensors are the caller's. shared_bytes: dynamic shared memory of a block.
+        for others. Devices, dtypes and layouts of tensors are the caller's. shared_bytes: dynamic shared memory of a
+        block.
         pdl: programmatic dependent launch, for sm_90 and later; the kernel has to call `gdc_wait()`.
         """
         if compiles_only(self.module, self.module.compile):

@@ -54,8 +54,9 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
+// Says that products have read a stage. Nothing was written: a release for the cluster would be a fence, each time.
 __device__ __forceinline__ void arrive_in_cluster(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes) {
@@ -100,11 +101,14 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap &map, int co
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ u32 address_in(u32 address, u32 block) {
     u32 r;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(block));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(block));
     return r;
 }
 
@@ -123,7 +127,7 @@ __device__ __forceinline__ void wait_for_products() {
 // What the tensor cores write keeps its registers until here, and is not computed before.
 __device__ __forceinline__ void pin(float (&v)[ROWS / 2]) {
 #pragma unroll
-    for (auto &part : v) asm volatile("" : "+f"(part) :: "memory");
+    for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(v[i]) :: "memory");
 }
 
 // Rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.
@@ -217,11 +221,21 @@ __device__ __forceinline__ void fetch_x(Ring ring, const TensorMap &map, const I
     }
 }
 
+// By a warp that multiplies: to all who fetch for this block.
+__device__ __forceinline__ void give_back(u32 empty) {
+    const u32 lane = threadIdx.x % 32;
+    if constexpr (SHARE > 1) {
+        if (lane < SHARE) arrive_in_cluster(address_in(empty, lane));
+    } else {
+        if (lane == 0) arrive(empty);
+    }
+}
+
 // Sums of a warpgroup's 64 tokens and the block's rows, as wgmma has them.
 __device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], Ring ring, int steps) {
-    const u32 first_token = threadIdx.x / 128 * 64, lane = threadIdx.x % 32;
+    const u32 first_token = threadIdx.x / 128 * 64;
 #pragma unroll
-    for (auto &sum : acc) sum = 0.f;
+    for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.f;
     pin(acc);
     u32 last_empty = 0;
     for (int step = 0; step < steps; step++) {
@@ -235,18 +249,13 @@ __device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], Ring ring, int 
         for (int i = 0; i < 4; i++) product(acc, x + i * 2, weights + i * 2);  // 32 columns each
         close_products();
         wait_for_products<1>();
-        if (step > 0) {
-            if constexpr (SHARE > 1) {
-                if (lane < SHARE) arrive_in_cluster(address_in(last_empty, lane));
-            } else {
-                if (lane == 0) arrive(last_empty);
-            }
-        }
+        if (step > 0) give_back(last_empty);
         last_empty = ring.empty();
         ring.step();
     }
     wait_for_products<0>();
     pin(acc);
+    give_back(last_empty);
 }
 
 // A warp's sums to those who add them: of a block's sums, by the block they come from, token and own piece.
@@ -254,18 +263,16 @@ __device__ __forceinline__ void hand_out(const float (&acc)[ROWS / 2], const Ite
     const int lane = threadIdx.x % 32, token = threadIdx.x / 32 * 16 + lane / 4;
     const u32 to = sums + ((SPLITS > 1 ? item.rank : 0) * TOKENS + token) * (PITCH * 4) + lane % 4 * 8;
 #pragma unroll
-    for (int owner = 0; owner < SPLITS; owner++) {
+    for (int piece = 0; piece < ALL_PIECES; piece++) {
+        const int owner = ((piece + 1) * SPLITS - 1) / ALL_PIECES;  // whose pieces end behind it, the first
         const u32 own_to = SPLITS > 1 ? address_in(to, owner) : to;
+        const u32 at = own_to + (piece - ALL_PIECES * owner / SPLITS) * 32;
 #pragma unroll
-        for (int piece = ALL_PIECES * owner / SPLITS; piece < ALL_PIECES * (owner + 1) / SPLITS; piece++) {
-            const u32 at = own_to + (piece - ALL_PIECES * owner / SPLITS) * 32;
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (token + i * 8 < item.count)
-                    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};"
-                                 :: "r"(at + i * (8 * PITCH * 4)), "f"(acc[piece * 4 + i * 2]),
-                                    "f"(acc[piece * 4 + i * 2 + 1]) : "memory");
-        }
+        for (int i = 0; i < 2; i++)
+            if (token + i * 8 < item.count)
+                asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};"
+                             :: "r"(at + i * (8 * PITCH * 4)), "f"(acc[piece * 4 + i * 2]),
+                                "f"(acc[piece * 4 + i * 2 + 1]) : "memory");
     }
 }
 
@@ -323,11 +330,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         fetch_weights(ring, weight_map, item, 0, ahead);
     }
     __syncthreads();
-    // Nobody is written to before it has begun.
-    if constexpr (CLUSTER > 1) cluster_arrive();
+    // Nobody is written to before it has begun, and its barriers are there.
+    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
     if constexpr (SHARE > 1) cluster_wait();
     if (warp == WEIGHT_WARP) {
-        if (lane == 0 && item.steps > ahead) fetch_weights(ring, weight_map, item, ahead, item.steps);
+        if (lane == 0) {
+            if (item.steps > ahead) fetch_weights(ring, weight_map, item, ahead, item.steps);
+            // Nobody ends while others still tell it that stages are free, or wait for what it fetches.
+            if constexpr (SHARE > 1)
+                for (int step = item.steps - ahead; step < item.steps; step++)
+                    wait(ring.base + BARRIERS_AT + (STAGES + step % STAGES) * 8, step / STAGES & 1);
+        }
         __syncwarp();
     } else if (warp == X_WARP) {
         gdc_wait();
@@ -351,11 +364,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (warp < WEIGHT_WARP) {
         if constexpr (SPLITS == 1) sync_multipliers();
         write(item, (const float *)(base + SUMS_AT), out, alpha, out_scale, num_rows, flags);
-    }
-    // Nobody ends while a stage of its is still told to be free.
-    if constexpr (SHARE > 1) {
-        __syncwarp();
-        cluster_arrive();
-        cluster_wait();
     }
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ LEAST_TOKENS, MOST_TOKENS = 3, 128
 """For which it is faster than cuBLAS."""
 
 _RELU_SQUARED, _QUANTISED = 1, 4
-_WIDTHS = (8, 16, 32, 64, 96, 128)
+_WIDTHS = (8, 16, 32, 64, 96, 128, 192, 256)
 _SHARED_BYTES, _SHARED_OF_TWO = 227 << 10, 113 << 10  # of a block, of each of two
 _MOST_STAGES = 24
 
@@ -43,7 +44,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def product(rows: int) -> str:
+def wgmma(rows: int) -> str:
     """The wgmma of 64 tokens and so many rows of weights, both in shared memory, as a CUDA function."""
     size = rows // 2
     sums = ", ".join(f"%{i}" for i in range(size))
@@ -57,7 +58,7 @@ __device__ __forceinline__ void product(float (&d)[{size}], unsigned long long a
 
 @cache
 def source(rows: int) -> str:
-    return f"{product(rows)}\n#line 1\n{Path(__file__).with_suffix('.cu').read_text(encoding='utf-8')}"
+    return f"{wgmma(rows)}\n#line 1\n{Path(__file__).with_suffix('.cu').read_text(encoding='utf-8')}"
 
 
 @cache
@@ -69,16 +70,15 @@ def function(tile: Tile, options: tuple[str, ...] = ()) -> CudaFunction:
 def shared_bytes(tile: Tile) -> int:
     """As the constants of fp8_wgmma.cu have it."""
     ring = tile.stages * STEP * (tile.tokens + tile.rows)
-    pitch = (triton.cdiv(tile.rows // 8, tile.splits) | 1) * 8
+    pitch: int = (triton.cdiv(tile.rows // 8, tile.splits) | 1) * 8
     sums = tile.splits * tile.tokens * pitch * 4
     return 1024 + (ring + sums if tile.splits > 1 else max(ring, sums)) + 16 * tile.stages
 
 
-def takes(x: Tensor, codes: Tensor, invariant: bool = False) -> bool:
+def takes(x: Tensor, codes: Tensor) -> bool:
     """Whether `linear` is for these tokens and this weight, and can read and write them."""
     return (
-        not invariant
-        and LEAST_TOKENS <= len(x) <= MOST_TOKENS
+        LEAST_TOKENS <= len(x) <= MOST_TOKENS
         and capability() == 90
         and x.dtype == codes.dtype == torch.float8_e4m3fn
         and x.shape[1] > 0
@@ -90,13 +90,14 @@ def takes(x: Tensor, codes: Tensor, invariant: bool = False) -> bool:
 
 
 def tiles(num_tokens: int, steps: int) -> Iterator[Tile]:
-    """Those for so many tokens, at most a tile of them, and steps of 128 columns; with as many stages as there is room
-    for, for one block of a multiprocessor and for two."""
-    tokens = next((width for width in _WIDTHS if num_tokens <= width), _WIDTHS[-1])
-    for splits, share in ((1, 1), (1, 2), *((n, 1) for n in range(2, 9))):
+    """Those for so many tokens and steps of 128 columns; with as many stages as there is room for, for one block of a
+    multiprocessor and for two."""
+    whole = next((width for width in _WIDTHS if num_tokens <= width), _WIDTHS[-1])
+    clusters = ((1, 1), (1, 2), (1, 4), *((n, 1) for n in range(2, 9)))
+    for tokens, (splits, share) in product(sorted({whole, *(n for n in (64, 128) if n < whole)}), clusters):
         if splits > steps or tokens % (8 * share):
             continue
-        for rows in range(16, 209, 8):
+        for rows in range(16, 209 if tokens <= 128 else 129, 8):
             if rows // 8 < splits:
                 continue
             for room in (_SHARED_BYTES, _SHARED_OF_TWO):
@@ -122,8 +123,9 @@ def cost(tile: Tile, num_tokens: int, num_rows: int, steps: int) -> float:
     """Rounds of clusters, times microseconds of one, by what bounds each of its parts on an H200.
 
     Weights come at 4.2 TB/s from memory, all operands at 5.5 TB/s from the L2 cache, if most multiprocessors ask; a
-    block's at 80 KB/us at most and as what is under way takes 1 us. 1.5 us are the latency of the first operands and of the result, 0.8 us the barriers
-    of a cluster that exchanges sums, at 40 KB/us.
+    block's at 80 KB/us at most and as what is under way takes 1 us. 1.5 us are the latency of the first operands and of
+    the result, 0.8 us the barriers of a cluster that exchanges sums, at 40 KB/us. None of it was measured with this
+    kernel yet.
     """
     sms, size = num_sms(), tile.splits * tile.share
     token_tiles = triton.cdiv(num_tokens, tile.tokens)
@@ -152,7 +154,7 @@ def cost(tile: Tile, num_tokens: int, num_rows: int, steps: int) -> float:
         took += 0.8 + 4 * tokens * tile.rows * (1 - 1 / tile.splits) / 40e3
     if tile.share > 1:
         took += 0.3
-    return rounds * took
+    return float(rounds * took)
 
 
 def linear(
@@ -164,8 +166,11 @@ def linear(
     tile: Tile | None = None,
     options: tuple[str, ...] = (),
 ) -> Tensor:
-    """(x @ codes^T) * scale, finished as `hemiola.kernels.quantize` says. x: (T, in), codes: (out, in), e4m3, as `takes`
-    wants their layout. Returns (T, out) bfloat16, or e4m3 with out_scale."""
+    """(x @ codes^T) * scale, finished as `hemiola.kernels.quantize` says.
+
+    x: (T, in), codes: (out, in), e4m3, laid out as `takes` wants them. Returns (T, out) bfloat16, or e4m3 with
+    out_scale.
+    """
     (num_tokens, columns), num_rows = x.shape, len(codes)
     steps = triton.cdiv(columns, STEP)
     tile = tile or linear_tile(num_tokens, num_rows, steps)

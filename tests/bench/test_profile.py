@@ -13,7 +13,7 @@ from rich.console import Console
 from hemiola.bench.profile import IDLE, REST, as_rows, part_of, profile
 from hemiola.bench.traffic import Traffic
 from hemiola.cli.bench import _parts
-from hemiola.kernels import align, mamba2_update, norm_linear, nvfp4_wgmma, rms_norm, router, rows_mma
+from hemiola.kernels import align, fp8_wgmma, mamba2_update, norm_linear, nvfp4_wgmma, rms_norm, router, rows_mma
 
 KERNELS = Path(rows_mma.__file__).parent
 TRAFFIC = Traffic(experts=8_000_000, other_weights=2_000_000, states=4_000_000, kv=0)
@@ -34,7 +34,7 @@ def launched() -> list[str]:
 
 IN_CUDA = (
     *(rows_mma.LINEAR, rows_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL, router.KERNEL),
-    *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE, norm_linear.KERNEL),
+    *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE, norm_linear.KERNEL, fp8_wgmma.KERNEL),
 )
 
 
@@ -51,7 +51,7 @@ def test_kernels_are_told_apart() -> None:
     assert part_of(mamba2_update.KERNEL) == "states"
     assert part_of("logits_rows_kernel") == part_of(router.KERNEL) == "router"
     assert part_of(rms_norm.KERNEL) == "norms"
-    assert part_of(norm_linear.KERNEL) == "linears"
+    assert part_of(norm_linear.KERNEL) == part_of(fp8_wgmma.KERNEL) == "linears"
     assert part_of("Memcpy HtoD (Pinned -> Device)") == REST
 
 
