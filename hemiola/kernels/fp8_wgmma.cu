@@ -351,8 +351,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         float acc[ROWS / 2];
         gdc_wait();
         multiply(acc, ring, item.steps);
+        __syncwarp();
         if constexpr (SPLITS > 1) cluster_wait();
-        else sync_multipliers();  // both have read the ring
+        else sync_multipliers();  // all have read the ring
         hand_out(acc, item, ring.base + SUMS_AT);
     }
     if constexpr (SPLITS > 1) {

@@ -113,9 +113,14 @@ def tiles(num_tokens: int, steps: int) -> Iterator[Tile]:
                     yield tile
 
 
-@cache
 def linear_tile(num_tokens: int, num_rows: int, steps: int) -> Tile:
-    """The tile with which `cost` is done first. steps: of 128 columns."""
+    """The tile with which `cost` is done first, of a few for all numbers of tokens. steps: of 128 columns."""
+    most = next((width for width in _WIDTHS if num_tokens <= width), triton.cdiv(num_tokens, 128) * 128)
+    return _tile(most, num_rows, steps)
+
+
+@cache
+def _tile(num_tokens: int, num_rows: int, steps: int) -> Tile:
     return min(tiles(num_tokens, steps), key=lambda tile: cost(tile, num_tokens, num_rows, steps))
 
 

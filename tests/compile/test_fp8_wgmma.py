@@ -3,6 +3,7 @@ of sums has a place for each."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 from itertools import product
 
@@ -27,6 +28,17 @@ def test_products_follow_on_each_other(tile: Tile) -> None:
     assert text.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1
     assert ("MEMBAR" in text) == (tile.splits > 1)  # once, before sums are read
     assert text.count("MEMBAR.ALL.GPU") <= 1
+
+
+def test_tensor_maps_are_arguments_at_64_bytes() -> None:
+    function = fp8_wgmma.function(Tile(8, 80, 1, 1, 18))
+    maps = bytes(range(128)), bytes(128)
+    function.marshal((*maps, torch.empty(1), 0.5, 1.0, 1, 2, 3, 4))
+    places = [int(function._pointers[i] or 0) for i in range(2)]
+    assert [place % 64 for place in places] == [0, 0]
+    assert [ctypes.string_at(place, 128) for place in places] == list(maps)
+    with pytest.raises(TypeError, match="TTPffiiii"):
+        function.marshal((1, *maps, 0.5, 1.0, 1, 2, 3, 4))
 
 
 @needs_nvrtc
