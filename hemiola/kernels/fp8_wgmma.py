@@ -180,6 +180,7 @@ def linear(
     steps = triton.cdiv(columns, STEP)
     tile = tile or linear_tile(num_tokens, num_rows, steps)
     assert tile.splits <= steps, f"{tile} of {steps} steps"
+    assert tile.stages > 1 or tile.splits == steps, "a stage is free once the products of the next one are under way"
     dtype = torch.bfloat16 if out_scale is None else torch.float8_e4m3fn
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=x.device)
     clusters = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows * tile.share)
