@@ -323,7 +323,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Ring ring{address_of(base)};
     if (threadIdx.x == WEIGHT_WARP * 32) {
         for (int i = 0; i < STAGES; i++) {
-            init(ring.base + BARRIERS_AT + i * 8, 2);                                    // of weights and of x
+            init(ring.base + BARRIERS_AT + i * 8, 2);                                  // of weights and of x
             init(ring.base + BARRIERS_AT + (STAGES + i) * 8, 4 * WARPGROUPS * SHARE);  // a warp that multiplies each
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

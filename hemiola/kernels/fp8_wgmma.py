@@ -1,7 +1,8 @@
 """Some tokens times FP8 weights on Hopper, in CUDA C++. See fp8_wgmma.cu.
 
-Weights are e4m3 codes, row by row, as cuBLAS takes them, too. Where items of many rows are too few for a GPU, a cluster
-of blocks shares out the columns and adds its sums in the order of the blocks: bits depend on their number alone.
+Weights are e4m3 codes, row by row, as cuBLAS takes them, too. A block has as many rows of them as make even shares for
+a GPU. Against the traffic of x, which all blocks read, a cluster of blocks fetches it together, or takes more rows and
+shares out the columns; then it adds its sums in the order of the blocks. Bits depend on the number of these alone.
 """
 
 from __future__ import annotations
