@@ -323,6 +323,7 @@ __device__ __forceinline__ void copy_rows_in_place(u16 *to, int count, int steps
     for (int n = threadIdx.x / 32; n < count; n += WR) {
         const u8 *from = row(n);
         const u32 at = (u32)__cvta_generic_to_shared(to + n * x_row);
+#pragma unroll 1
         for (int chunk = lane; chunk < chunks; chunk += 32)
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                          :: "r"(at + chunk * 16), "l"(from + 16 * chunk) : "memory");
