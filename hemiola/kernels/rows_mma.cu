@@ -202,6 +202,20 @@ struct Step {
 __device__ __forceinline__ u32 lane_codes() { return threadIdx.x % 32 * 16; }
 __device__ __forceinline__ u32 lane_scales() { return threadIdx.x % 32 / 4 * 4 + threadIdx.x % 4 / 2 * 2; }
 
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
+
+// Calls with the number that n is, of 1 to N.
+template <int N, typename Function>
+__device__ __forceinline__ void with_number(int n, Function call) {
+    if constexpr (N > 1) {
+        if (n < N) return with_number<N - 1>(n, call);
+    }
+    call(Number<N>{});
+}
+
 // 16 rows of weights times N tiles of 8 tokens: a warp's sums, of which there are two, so that a product need not wait
 // for the one before.
 template <int N>
@@ -215,8 +229,9 @@ struct Sums {
             for (int i = 0; i < 4; i++) acc[n][0][i] = acc[n][1][i] = 0.f;
     }
 
-    // x: of each tile of tokens, the lane's place in its token's row, at this step.
-    __device__ __forceinline__ void add(const Step &step, const u16 *const (&x)[N], int at, int tiles_used) {
+    // x: of each tile of tokens, the lane's place in its token's row; at: where the step lies in it. USED: tiles with tokens.
+    template <int USED>
+    __device__ __forceinline__ void add(const Step &step, const u16 *const (&x)[N], int at) {
         const u32 upper_word[4] = {step.upper.x, step.upper.y, step.upper.z, step.upper.w};
         const u32 lower_word[4] = {step.lower.x, step.lower.y, step.lower.z, step.lower.w};
 #if SCHEME == NVFP4
@@ -238,12 +253,10 @@ struct Sums {
             for (int j = 0; j < 4; j++) a[j] = upper_word[j], b[j] = lower_word[j];
 #endif
 #pragma unroll
-            for (int n = 0; n < N; n++) {
-                if (N == 1 || n < tiles_used) {
-                    const u32x4 v = *(const u32x4 *)(x[n] + at + q * 32);
-                    mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
-                    mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
-                }
+            for (int n = 0; n < USED; n++) {
+                const u32x4 v = *(const u32x4 *)(x[n] + at + q * 32);
+                mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
+                mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
             }
         }
     }
@@ -286,14 +299,15 @@ struct Products : Sums<N> {
         }
     }
 
-    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
+    template <int USED>
+    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N]) {
         for (int base = first; base < last; base += DEPTH) {
 #pragma unroll
             for (int i = 0; i < DEPTH; i += 2) {
                 const int step = base + i;
                 if (step < last) {
-                    this->add(ahead[i], x, step * STEP_COLUMNS, tiles_used);
-                    if (step + 1 < last) this->add(ahead[i + 1], x, (step + 1) * STEP_COLUMNS, tiles_used);
+                    this->template add<USED>(ahead[i], x, step * STEP_COLUMNS);
+                    if (step + 1 < last) this->template add<USED>(ahead[i + 1], x, (step + 1) * STEP_COLUMNS);
                     if (step + DEPTH < last) load(i, step + DEPTH);
                 }
             }
@@ -482,10 +496,9 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
         Sums<NT> sums;
         sums.clear();
 
-        const auto write = [&] {
+        const auto write = [&](auto used) {
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                if (n * 8 >= count) break;
+            for (int n = 0; n < used.value; n++) {
                 const int first = n * 8 + t * 2;  // the lane's two tokens, of each of its two rows
                 if (is_piece) {
 #pragma unroll
@@ -526,49 +539,51 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
                 }
             }
         };
-        const auto leave = [&] {
+        const auto leave = [&](auto used) {
 #pragma unroll
-            for (int n = 0; n < NT; n++)
+            for (int n = 0; n < used.value; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) left[warp][n][i][lane] = sums.sum(n, i);
         };
 
-        const int tiles_used = (count + 7) / 8;
-        for (; unit < last_unit; unit++) {
-            const int here = WHOLE ? DEPTH : min(DEPTH, steps - step);
-            const bool is_last = step + here == steps, is_more = unit + 1 < last_unit;
-            const int next = is_last ? 0 : step + DEPTH;
-            codes_at += here * 1024;
-            scales_at += here * 32;
+        const auto multiply = [&](auto used) {
+            for (; unit < last_unit; unit++) {
+                const int here = WHOLE ? DEPTH : min(DEPTH, steps - step);
+                const bool is_last = step + here == steps, is_more = unit + 1 < last_unit;
+                const int next = is_last ? 0 : step + DEPTH;
+                codes_at += here * 1024;
+                scales_at += here * 32;
 #pragma unroll
-            for (int i = 0; i < DEPTH; i++) {
-                if (WHOLE || i < here) sums.add(ahead[i], place, (step + i) * STEP_COLUMNS, tiles_used);
-                const bool is_there = is_more && (WHOLE || next + i < steps);
-                const bool may_skip = !WHOLE || i == DEPTH - 1;
-                if (is_there && !(may_skip && skips && next + i == steps - 1))
-                    ahead[i].load(codes_at + i * 1024, scales_at + i * 32);
+                for (int i = 0; i < DEPTH; i++) {
+                    if (WHOLE || i < here) sums.template add<used.value>(ahead[i], place, (step + i) * STEP_COLUMNS);
+                    const bool is_there = is_more && (WHOLE || next + i < steps);
+                    const bool may_skip = !WHOLE || i == DEPTH - 1;
+                    if (is_there && !(may_skip && skips && next + i == steps - 1))
+                        ahead[i].load(codes_at + i * 1024, scales_at + i * 32);
+                }
+                step = next;
+                if (is_last) {
+                    if (is_own)
+                        write(used);
+                    else
+                        leave(used);
+                    is_own = true;
+                    sums.clear();
+                    row++;
+                }
             }
-            step = next;
-            if (is_last) {
-                if (is_own)
-                    write();
-                else
-                    leave();
-                is_own = true;
-                sums.clear();
-                row++;
+            if (step > 0 && !is_own) leave(used);
+            __syncthreads();
+            if (step > 0 && is_own) {  // the product's other parts, in the order of steps
+                for (int other = warp + 1; other < WR && first_unit(other) < (row + 1) * units; other++)
+#pragma unroll
+                    for (int n = 0; n < used.value; n++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) sums.acc[n][0][i] += left[other][n][i][lane];
+                write(used);
             }
-        }
-        if (step > 0 && !is_own) leave();
-        __syncthreads();
-        if (step > 0 && is_own) {  // the product's other parts, in the order of steps
-            for (int other = warp + 1; other < WR && first_unit(other) < (row + 1) * units; other++)
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) sums.acc[n][0][i] += left[other][n][i][lane];
-            write();
-        }
+        };
+        with_number<NT>((count + 7) / 8, multiply);
         at += rows;
     }
     gdc_wait();
@@ -624,7 +639,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const u16 *place[NT];
 #pragma unroll
     for (int n = 0; n < NT; n++) place[n] = xs + (n * 8 + g < count ? n * 8 + g : 0) * x_row + t * 8;
-    products.run(first, last, place, (count + 7) / 8);
+    with_number<NT>((count + 7) / 8, [&](auto used) { products.template run<used.value>(first, last, place); });
     __syncthreads();
     float *sums = (float *)shared;  // [WK][8 NT][16 WR]
 #pragma unroll
@@ -697,7 +712,7 @@ extern "C" __global__ void __launch_bounds__(32 * PAIRS * KS) down_kernel(
         copy_rows<SCHEME == FP8 ? CODES : AS_IT_IS>(xs, PAIRS, columns, steps, 1.f, row_of);
     __syncthreads();
     const u16 *place[1] = {xs + k * x_row + t * 8};
-    products.run(first, last, place, 1);
+    products.run<1>(first, last, place);
     __syncthreads();
     float *sums = (float *)shared;  // [PAIRS * KS][16]
     if (t == 0) {
