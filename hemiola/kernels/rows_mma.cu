@@ -80,9 +80,9 @@ __device__ __forceinline__ void spread(u32 scales, u32 &first, u32 &second) {
 __device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]) {
     const u32 m = 0x81C081C0u;
     a[0] = mul2(w & m, first);
-    a[1] = mul2((w << 3) & m, first);
-    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
-    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
+    a[1] = mul2((w << 4) & m, first);
+    a[2] = mul2(__funnelshift_l(w, w, 10) & m, second);
+    a[3] = mul2(((w << 6) & 0x80C080C0u) | ((w >> 2) & 0x01000100u), second);
 }
 
 #elif SCHEME == FP8
@@ -202,20 +202,6 @@ struct Step {
 __device__ __forceinline__ u32 lane_codes() { return threadIdx.x % 32 * 16; }
 __device__ __forceinline__ u32 lane_scales() { return threadIdx.x % 32 / 4 * 4 + threadIdx.x % 4 / 2 * 2; }
 
-template <int N>
-struct Number {
-    static constexpr int value = N;
-};
-
-// Calls with the number that n is, of 1 to N.
-template <int N, typename Function>
-__device__ __forceinline__ void with_number(int n, Function call) {
-    if constexpr (N > 1) {
-        if (n < N) return with_number<N - 1>(n, call);
-    }
-    call(Number<N>{});
-}
-
 // 16 rows of weights times N tiles of 8 tokens: a warp's sums, of which there are two, so that a product need not wait
 // for the one before.
 template <int N>
@@ -261,6 +247,17 @@ struct Sums {
         }
     }
 
+    // The same, of as many tiles as are used.
+    __device__ __forceinline__ void add_used(const Step &step, const u16 *const (&x)[N], int at, int used) {
+        if constexpr (N > 2) {
+            if (used > 2) return add<N>(step, x, at);
+        }
+        if constexpr (N > 1) {
+            if (used > 1) return add<2>(step, x, at);
+        }
+        add<1>(step, x, at);
+    }
+
     __device__ __forceinline__ float sum(int n, int i) const { return acc[n][0][i] + acc[n][1][i]; }
 };
 
@@ -299,15 +296,14 @@ struct Products : Sums<N> {
         }
     }
 
-    template <int USED>
-    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N]) {
+    __device__ __forceinline__ void run(int first, int last, const u16 *const (&x)[N], int tiles_used) {
         for (int base = first; base < last; base += DEPTH) {
 #pragma unroll
             for (int i = 0; i < DEPTH; i += 2) {
                 const int step = base + i;
                 if (step < last) {
-                    this->template add<USED>(ahead[i], x, step * STEP_COLUMNS);
-                    if (step + 1 < last) this->template add<USED>(ahead[i + 1], x, (step + 1) * STEP_COLUMNS);
+                    this->add_used(ahead[i], x, step * STEP_COLUMNS, tiles_used);
+                    if (step + 1 < last) this->add_used(ahead[i + 1], x, (step + 1) * STEP_COLUMNS, tiles_used);
                     if (step + DEPTH < last) load(i, step + DEPTH);
                 }
             }
@@ -496,9 +492,10 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
         Sums<NT> sums;
         sums.clear();
 
-        const auto write = [&](auto used) {
+        const auto write = [&] {
 #pragma unroll
-            for (int n = 0; n < used.value; n++) {
+            for (int n = 0; n < NT; n++) {
+                if (n * 8 >= count) break;
                 const int first = n * 8 + t * 2;  // the lane's two tokens, of each of its two rows
                 if (is_piece) {
 #pragma unroll
@@ -539,51 +536,49 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
                 }
             }
         };
-        const auto leave = [&](auto used) {
+        const auto leave = [&] {
 #pragma unroll
-            for (int n = 0; n < used.value; n++)
+            for (int n = 0; n < NT; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) left[warp][n][i][lane] = sums.sum(n, i);
         };
 
-        const auto multiply = [&](auto used) {
-            for (; unit < last_unit; unit++) {
-                const int here = WHOLE ? DEPTH : min(DEPTH, steps - step);
-                const bool is_last = step + here == steps, is_more = unit + 1 < last_unit;
-                const int next = is_last ? 0 : step + DEPTH;
-                codes_at += here * 1024;
-                scales_at += here * 32;
+        const int tiles_used = (count + 7) / 8;
+        for (; unit < last_unit; unit++) {
+            const int here = WHOLE ? DEPTH : min(DEPTH, steps - step);
+            const bool is_last = step + here == steps, is_more = unit + 1 < last_unit;
+            const int next = is_last ? 0 : step + DEPTH;
+            codes_at += here * 1024;
+            scales_at += here * 32;
 #pragma unroll
-                for (int i = 0; i < DEPTH; i++) {
-                    if (WHOLE || i < here) sums.template add<used.value>(ahead[i], place, (step + i) * STEP_COLUMNS);
-                    const bool is_there = is_more && (WHOLE || next + i < steps);
-                    const bool may_skip = !WHOLE || i == DEPTH - 1;
-                    if (is_there && !(may_skip && skips && next + i == steps - 1))
-                        ahead[i].load(codes_at + i * 1024, scales_at + i * 32);
-                }
-                step = next;
-                if (is_last) {
-                    if (is_own)
-                        write(used);
-                    else
-                        leave(used);
-                    is_own = true;
-                    sums.clear();
-                    row++;
-                }
+            for (int i = 0; i < DEPTH; i++) {
+                if (WHOLE || i < here) sums.add_used(ahead[i], place, (step + i) * STEP_COLUMNS, tiles_used);
+                const bool is_there = is_more && (WHOLE || next + i < steps);
+                const bool may_skip = !WHOLE || i == DEPTH - 1;
+                if (is_there && !(may_skip && skips && next + i == steps - 1))
+                    ahead[i].load(codes_at + i * 1024, scales_at + i * 32);
             }
-            if (step > 0 && !is_own) leave(used);
-            __syncthreads();
-            if (step > 0 && is_own) {  // the product's other parts, in the order of steps
-                for (int other = warp + 1; other < WR && first_unit(other) < (row + 1) * units; other++)
-#pragma unroll
-                    for (int n = 0; n < used.value; n++)
-#pragma unroll
-                        for (int i = 0; i < 4; i++) sums.acc[n][0][i] += left[other][n][i][lane];
-                write(used);
+            step = next;
+            if (is_last) {
+                if (is_own)
+                    write();
+                else
+                    leave();
+                is_own = true;
+                sums.clear();
+                row++;
             }
-        };
-        with_number<NT>((count + 7) / 8, multiply);
+        }
+        if (step > 0 && !is_own) leave();
+        __syncthreads();
+        if (step > 0 && is_own) {  // the product's other parts, in the order of steps
+            for (int other = warp + 1; other < WR && first_unit(other) < (row + 1) * units; other++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sums.acc[n][0][i] += left[other][n][i][lane];
+            write();
+        }
         at += rows;
     }
     gdc_wait();
@@ -639,7 +634,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR * WK) ROWS_KERNEL(
     const u16 *place[NT];
 #pragma unroll
     for (int n = 0; n < NT; n++) place[n] = xs + (n * 8 + g < count ? n * 8 + g : 0) * x_row + t * 8;
-    with_number<NT>((count + 7) / 8, [&](auto used) { products.template run<used.value>(first, last, place); });
+    products.run(first, last, place, (count + 7) / 8);
     __syncthreads();
     float *sums = (float *)shared;  // [WK][8 NT][16 WR]
 #pragma unroll
@@ -712,7 +707,7 @@ extern "C" __global__ void __launch_bounds__(32 * PAIRS * KS) down_kernel(
         copy_rows<SCHEME == FP8 ? CODES : AS_IT_IS>(xs, PAIRS, columns, steps, 1.f, row_of);
     __syncthreads();
     const u16 *place[1] = {xs + k * x_row + t * 8};
-    products.run<1>(first, last, place);
+    products.run(first, last, place, 1);
     __syncthreads();
     float *sums = (float *)shared;  // [PAIRS * KS][16]
     if (t == 0) {
