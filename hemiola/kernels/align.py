@@ -1,4 +1,4 @@
-"""Many pairs grouped by expert, in CUDA C++: see align.cu. Few are `experts.align_kernel`'s."""
+"""Pairs grouped by expert, in CUDA C++: see align.cu. The interpreter has `experts.align_kernel`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,44 @@ from torch import Tensor
 from hemiola.kernels.cuda import CudaFunction, CudaModule
 from hemiola.kernels.launch import is_interpreted, uses_pdl
 
-COUNT, PLACE = "align_count_kernel", "align_place_kernel"
-LEAST_PAIRS = 4096
+FEW, COUNT, PLACE = "align_few_kernel", "align_count_kernel", "align_place_kernel"
+LEAST_PAIRS = 4096  # that are many
 _THREADS, _WARPS, _MOST_BLOCKS, _MOST_EXPERTS = 512, 16, 64, 512
+_FEW_THREADS, _FEW_WARPS, _STEP = 256, 8, 128
 
 
 @cache
-def _functions(num_experts: int, top_k: int, num_shared: int, tile: int) -> tuple[CudaFunction, CudaFunction]:
+def _module(num_experts: int, top_k: int, num_shared: int, tile: int) -> CudaModule:
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
     counts = (f"-DNUM_EXPERTS={num_experts}", f"-DTOP_K={top_k}", f"-DNUM_SHARED={num_shared}")
-    module = CudaModule(source, (*counts, f"-DTILE={tile}"))
+    return CudaModule(source, (*counts, f"-DTILE={tile}"))
+
+
+@cache
+def _few(*of_module: int) -> CudaFunction:
+    return _module(*of_module).function(FEW, "PPPPiPlPii")
+
+
+@cache
+def _many(*of_module: int) -> tuple[CudaFunction, CudaFunction]:
+    module = _module(*of_module)
     return module.function(COUNT, "PPii"), module.function(PLACE, "PPPPPii")
 
 
 def takes(ids: Tensor, num_experts: int) -> bool:
-    """Whether `align` is for so many pairs; ids have to be int32, in one piece."""
+    """Whether `align` is for these pairs; ids have to be int32, in one piece."""
     return (
         not is_interpreted()
-        and ids.numel() >= LEAST_PAIRS
+        and ids.numel() > 0
         and num_experts <= _MOST_EXPERTS
         and ids.dtype == torch.int32
         and ids.is_contiguous()
     )
+
+
+def takes_rows(ids: Tensor, num_experts: int, x: Tensor) -> bool:
+    """Whether `align` can bring rows of x into the order of products."""
+    return takes(ids, num_experts) and ids.numel() < LEAST_PAIRS and x.shape[1] % 8 == 0
 
 
 def align(
@@ -44,14 +60,34 @@ def align(
     sorted_pairs: Tensor,
     tile_experts: Tensor,
     num_tiles: Tensor,
-) -> None:
-    """Write what `experts.Groups` says, for ids (T, top_k) int32. num_experts: all, the shared one's pieces, too."""
-    num_ids = ids.numel()
+    x: Tensor | None = None,
+) -> Tensor | None:
+    """Write what `experts.Groups` says, for ids (T, top_k) int32. num_experts: all, the shared one's pieces, too.
+
+    x: (T, in) bfloat16, rows 16 bytes aligned, where `takes_rows`. Returned is x in the order in which products with
+    NVFP4 weights read it, (T, whole steps of 128 columns)."""
+    num_ids, of_module, pdl = ids.numel(), (num_experts, ids.shape[1], num_shared, tile), uses_pdl()
+    if num_ids < LEAST_PAIRS:
+        blocks, rows, columns, in_place = triton.cdiv(num_experts, _FEW_WARPS), 0, 0, None
+        if x is not None:
+            rows, columns = x.shape
+            in_place = x.new_empty(rows, triton.cdiv(columns, _STEP) * _STEP)
+        _few(*of_module).launch(
+            (blocks + rows, 1, 1),
+            (_FEW_THREADS, 1, 1),
+            (
+                ids, sorted_pairs, tile_experts, num_tiles, num_ids, x, 0 if x is None else x.stride(0), in_place,
+                columns, blocks,
+            ),
+            shared_bytes=max(4 * num_ids, 2 * triton.cdiv(columns, _STEP) * _STEP),
+            pdl=pdl,
+        )  # fmt: skip
+        return in_place
     per_block = triton.cdiv(triton.cdiv(num_ids, _MOST_BLOCKS), _THREADS) * _THREADS
     blocks = triton.cdiv(num_ids, per_block)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
-    count, place = _functions(num_experts, ids.shape[1], num_shared, tile)
-    grid, block, pdl = (blocks, 1, 1), (_THREADS, 1, 1), uses_pdl()
+    count, place = _many(*of_module)
+    grid, block = (blocks, 1, 1), (_THREADS, 1, 1)
     count.launch(grid, block, (ids, counts, num_ids, per_block), pdl=pdl)
     place.launch(
         grid,
@@ -60,3 +96,4 @@ def align(
         shared_bytes=4 * _WARPS * num_experts,
         pdl=pdl,
     )
+    return None

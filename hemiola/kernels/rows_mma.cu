@@ -15,8 +15,8 @@
 //
 // Defined from outside: SCHEME (0 bfloat16, 1 e4m3, 2 NVFP4), NT (tiles of 8 tokens), WR and WK (warps along rows, and
 // along columns: their sums are added in order), DEPTH (steps that a warp has under way; even but with STAYS),
-// ROWS_KERNEL (a name, by which a trace tells what it is for), and MODE, or STAYS and WHOLE, or TOP_K, NUM_SHARED and KS, of
-// the three kernels below.
+// ROWS_KERNEL (a name, by which a trace tells what it is for), and MODE, or STAYS, WHOLE and X_IN_PLACE, or TOP_K, NUM_SHARED
+// and KS, of the three kernels below.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -80,9 +80,9 @@ __device__ __forceinline__ void spread(u32 scales, u32 &first, u32 &second) {
 __device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]) {
     const u32 m = 0x81C081C0u;
     a[0] = mul2(w & m, first);
-    a[1] = mul2((w << 3) & m, first);
-    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
-    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
+    a[1] = mul2((w << 4) & m, first);
+    a[2] = mul2(__funnelshift_l(w, w, 10) & m, second);
+    a[3] = mul2(((w << 6) & 0x80C080C0u) | ((w >> 2) & 0x01000100u), second);
 }
 
 #elif SCHEME == FP8
@@ -124,6 +124,9 @@ __device__ __forceinline__ int load_early(const int *p) {
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+
+// What is the same in all lanes, which lets it stay in a uniform register.
+__device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
 // Elements of a row of x in shared memory: 64 bytes more than a multiple of 128, so that tokens lie in different banks.
 __device__ __forceinline__ int padded_row(int steps) { return steps * STEP_COLUMNS | 32; }
@@ -212,8 +215,9 @@ struct Sums {
             for (int i = 0; i < 4; i++) acc[n][0][i] = acc[n][1][i] = 0.f;
     }
 
-    // x: of each tile of tokens, the lane's place in its token's row, at this step.
-    __device__ __forceinline__ void add(const Step &step, const u16 *const (&x)[N], int at, int tiles_used) {
+    // x: of each tile of tokens, the lane's place in its token's row; at: where the step lies in it. USED: tiles with tokens.
+    template <int USED>
+    __device__ __forceinline__ void add(const Step &step, const u16 *const (&x)[N], int at) {
         const u32 upper_word[4] = {step.upper.x, step.upper.y, step.upper.z, step.upper.w};
         const u32 lower_word[4] = {step.lower.x, step.lower.y, step.lower.z, step.lower.w};
 #if SCHEME == NVFP4
@@ -235,14 +239,23 @@ struct Sums {
             for (int j = 0; j < 4; j++) a[j] = upper_word[j], b[j] = lower_word[j];
 #endif
 #pragma unroll
-            for (int n = 0; n < N; n++) {
-                if (N == 1 || n < tiles_used) {
-                    const u32x4 v = *(const u32x4 *)(x[n] + at + q * 32);
-                    mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
-                    mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
-                }
+            for (int n = 0; n < USED; n++) {
+                const u32x4 v = *(const u32x4 *)(x[n] + at + q * 32);
+                mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
+                mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
             }
         }
+    }
+
+    // The same, of as many tiles as are used.
+    __device__ __forceinline__ void add_used(const Step &step, const u16 *const (&x)[N], int at, int used) {
+        if constexpr (N > 2) {
+            if (used > 2) return add<N>(step, x, at);
+        }
+        if constexpr (N > 1) {
+            if (used > 1) return add<2>(step, x, at);
+        }
+        add<1>(step, x, at);
     }
 
     __device__ __forceinline__ float sum(int n, int i) const { return acc[n][0][i] + acc[n][1][i]; }
@@ -289,8 +302,8 @@ struct Products : Sums<N> {
             for (int i = 0; i < DEPTH; i += 2) {
                 const int step = base + i;
                 if (step < last) {
-                    this->add(ahead[i], x, step * STEP_COLUMNS, tiles_used);
-                    if (step + 1 < last) this->add(ahead[i + 1], x, (step + 1) * STEP_COLUMNS, tiles_used);
+                    this->add_used(ahead[i], x, step * STEP_COLUMNS, tiles_used);
+                    if (step + 1 < last) this->add_used(ahead[i + 1], x, (step + 1) * STEP_COLUMNS, tiles_used);
                     if (step + DEPTH < last) load(i, step + DEPTH);
                 }
             }
@@ -310,6 +323,24 @@ __device__ __forceinline__ void spread_columns(u16 *to, u32x4 v, int c) {
 #pragma unroll
     for (int i = 0; i < 8; i++) base[place_of(i)] = (u16)(words[i / 2] >> (i % 2 * 16));
 }
+
+#ifdef STAYS
+// `count` rows of x that lie as products read them, in whole steps with zeros at the end, as in copy_rows; returns before
+// they are there.
+template <typename Row>
+__device__ __forceinline__ void copy_rows_in_place(u16 *to, int count, int steps, Row row) {
+    const int chunks = steps * STEP_COLUMNS / 8, x_row = padded_row(steps), lane = threadIdx.x % 32;
+    for (int n = threadIdx.x / 32; n < count; n += WR) {
+        const u8 *from = row(n);
+        const u32 at = (u32)__cvta_generic_to_shared(to + n * x_row);
+#pragma unroll 1
+        for (int chunk = lane; chunk < chunks; chunk += 32)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         :: "r"(at + chunk * 16), "l"(from + 16 * chunk) : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+#endif
 
 // Eights of x that a thread has under way. More would spill on sm_100, for no other reason than the compiler's.
 #if defined(STAYS) && __CUDA_ARCH__ == 1000
@@ -385,7 +416,8 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
 //
 // Tile i: sorted_pairs[8 NT i ..], those below num_pairs, which come first, and expert experts[i]; there are *num_tiles.
 // Row p / pairs_per_x of x belongs to pair p. The last num_shared of num_experts are pieces of the shared expert, which each
-// token takes after top_k others. WHOLE: a row's steps are a multiple of DEPTH.
+// token takes after top_k others. WHOLE: a row's steps are a multiple of DEPTH. X_IN_PLACE, for NVFP4 weights: rows of x
+// have whole steps of 128 columns, in the order in which products read them.
 // flags: 1 squared ReLU, 2 times pair_weights, but float32 into pieces (tokens, num_shared, rows) for those of the shared
 // expert, 4 quantised to e4m3 (out is bytes then), with out_scales[expert]; 8 experts, sorted_pairs and num_tiles were
 // written before the kernel before this one, which waited for them.
@@ -408,12 +440,12 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
     const bool skips = SCHEME == NVFP4 && units > 1 && (steps - 1) * 64 + t * 16 >= (columns + 63) / 64 * 32;
     u16 *xs = (u16 *)shared;
     if (!(flags & 8)) gdc_wait();
-    const int products = load_early(num_tiles) * row_tiles;
+    const int products = uniform(load_early(num_tiles)) * row_tiles;
     int at = (i64)products * blockIdx.x / gridDim.x;
     const int end = (i64)products * (blockIdx.x + 1) / gridDim.x;
     while (at < end) {
         const int tile = at / row_tiles, first_row = at - tile * row_tiles, rows = min(row_tiles - first_row, end - at);
-        const int expert = load_early(experts + tile);
+        const int expert = uniform(load_early(experts + tile));
         // Lane n: the pair of the tile's place n; num_pairs in one that is empty.
         const int own = lane < 8 * NT ? load_early(sorted_pairs + tile * 8 * NT + lane) : num_pairs;
         const auto first_unit = [&](int warp) { return rows * units * warp / WR; };
@@ -440,7 +472,9 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
         __syncthreads();
         const i64 x_bytes = is_codes ? x_stride : 2 * x_stride;
         const auto x_of = [&](int n) { return x + __shfl_sync(0xFFFFFFFFu, own_row, n) * x_bytes; };
-        if (is_codes)
+        if (X_IN_PLACE)
+            copy_rows_in_place(xs, count, steps, x_of);
+        else if (is_codes)
             copy_rows<CODES>(xs, count, columns, steps, 1.f, x_of);
         else
             copy_rows<AS_IT_IS>(xs, count, columns, steps, SCHEME == FP8 ? input_scales[expert] : 1.f, x_of);
@@ -450,6 +484,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
             pairs[lane] = own;
             factors[lane] = has_weight ? pair_weights[own - own / pairs_per_token * num_shared] * scale : scale;
         }
+        if (X_IN_PLACE) asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
         const u16 *place[NT];
 #pragma unroll
@@ -517,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
             scales_at += here * 32;
 #pragma unroll
             for (int i = 0; i < DEPTH; i++) {
-                if (WHOLE || i < here) sums.add(ahead[i], place, (step + i) * STEP_COLUMNS, tiles_used);
+                if (WHOLE || i < here) sums.add_used(ahead[i], place, (step + i) * STEP_COLUMNS, tiles_used);
                 const bool is_there = is_more && (WHOLE || next + i < steps);
                 const bool may_skip = !WHOLE || i == DEPTH - 1;
                 if (is_there && !(may_skip && skips && next + i == steps - 1))

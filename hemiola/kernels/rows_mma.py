@@ -15,7 +15,17 @@ import triton
 from torch import Tensor
 
 from hemiola.kernels.cuda import CudaFunction, CudaModule
-from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, align, combine, empty_parts, pairs_per_expert
+from hemiola.kernels.experts import (
+    BF16,
+    FP8,
+    NVFP4,
+    ExpertWeights,
+    align,
+    align_with_rows,
+    combine,
+    empty_parts,
+    pairs_per_expert,
+)
 from hemiola.kernels.launch import is_interpreted, num_sms, shared_memory, uses_pdl
 from hemiola.kernels.nvfp4 import GROUP, words_per_row
 from hemiola.kernels.tiles import PIECE_BYTES
@@ -71,8 +81,8 @@ DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would h
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
     NVFP4: ((7.0, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 16, 3, 1)), (24.0, GroupTile(24, 12, 3, 1))),
-    FP8: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 16, 3, 1))),
-    BF16: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (30.0, GroupTile(24, 16, 3, 1))),
+    FP8: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 16, 4, 1))),
+    BF16: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (30.0, GroupTile(24, 16, 4, 1))),
 }
 
 
@@ -93,11 +103,12 @@ def rows_options(scheme: int, tile: RowsTile, mode: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def group_options(scheme: int, tile: GroupTile, row_bytes: int) -> tuple[str, ...]:
+def group_options(scheme: int, tile: GroupTile, row_bytes: int, x_in_place: bool) -> tuple[str, ...]:
     is_whole = row_bytes // PIECE_BYTES % tile.depth == 0
     return (
         f"-DSCHEME={scheme}", f"-DNT={tile.tokens // 8}", f"-DWR={tile.warps}", f"-DDEPTH={tile.depth}",
         f"-DROWS_KERNEL={EXPERTS}", f"-DSTAYS={tile.blocks}", f"-DWHOLE={int(is_whole)}",
+        f"-DX_IN_PLACE={int(x_in_place)}",
     )  # fmt: skip
 
 
@@ -218,9 +229,15 @@ def experts(
         columns = inter if in_place else None
         return down(hidden, down_, ids, weights, shared, routed_scale, x.shape[1], down_tile, columns)
     tile = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up))
-    groups = align(ids, len(up.codes), tile.tokens, up.num_shared)
+    if scheme == NVFP4:
+        groups, rows = align_with_rows(ids, len(up.codes), tile.tokens, up.num_shared, x)
+    else:
+        groups, rows = align(ids, len(up.codes), tile.tokens, up.num_shared), None
     hidden = torch.empty(num_tokens * pairs_per_token, inter, dtype=hidden_type, device=x.device)
-    project_groups(x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale)
+    project_groups(
+        x if rows is None else rows, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale,
+        x_in_place=rows is not None,
+    )  # fmt: skip
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
     project_groups(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
     return combine(parts, pieces, top_k, routed_scale, shared)
@@ -308,17 +325,19 @@ def project_groups(
     out_scales: Tensor | None = None,
     pair_weights: Tensor | None = None,
     pieces: Tensor | None = None,
+    x_in_place: bool = False,
 ) -> None:
     """One projection of all pairs, into `out` (pairs, rows) bfloat16, or e4m3 with out_scales; that of the shared
     expert's pieces, weighted, into `pieces`.
 
     Without pair_weights: up, with its squared ReLU; with them: down, weighted, and right behind an up projection of the
     same groups, which it begins to read before up has ended. Row p // pairs_per_x of x belongs to pair p; bfloat16, or
-    e4m3 for down. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`.
+    e4m3 for down. sorted_pairs, experts, num_tiles: tiles of tile.tokens pairs, as of `experts.align`. x_in_place, for
+    NVFP4: rows of x have whole steps, in the order of products, as of `experts.align_with_rows`.
     """
     row_bytes = bank.codes.shape[2] * bank.codes.element_size()
     flags = _RELU_SQUARED if pair_weights is None else _WEIGHTED | _EARLY
-    _group_function(group_options(bank.scheme, tile, row_bytes)).launch(
+    _group_function(group_options(bank.scheme, tile, row_bytes, x_in_place)).launch(
         (num_sms() * tile.blocks, 1, 1),
         (32 * tile.warps, 1, 1),
         (

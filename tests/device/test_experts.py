@@ -385,10 +385,32 @@ def chained(case: Layer, x: Tensor, given: Inputs) -> Tensor:
 
 def test_pairs_are_grouped_by_expert() -> None:
     g = torch.Generator("cuda").manual_seed(SEED)
-    for num_tokens, num_experts, top_k, tile in ((1, 128, 6, 16), (256, 512, 22, 16), (8192, 128, 6, 128)):
+    for num_tokens, num_experts, top_k, tile in (
+        (1, 128, 6, 16), (40, 7, 3, 8), (256, 128, 6, 24), (256, 512, 22, 16), (8192, 128, 6, 128),
+    ):  # fmt: skip
         order = torch.rand(num_tokens, num_experts, generator=g, device="cuda")
         ids = order.argsort(1)[:, :top_k].int().contiguous()
         check_groups(ids, num_experts, tile)
+
+
+@pytest.mark.parametrize("columns", [2688, 1856, 24])
+def test_rows_are_brought_into_the_order_of_products(columns: int) -> None:
+    """Each column where the kernel's documentation says, zeros behind the last; groups are what they are without."""
+    g = torch.Generator("cuda").manual_seed(SEED)
+    ids = torch.rand(37, 128, generator=g, device="cuda").argsort(1)[:, :6].int().contiguous()
+    whole = torch.randn(37, columns + 8, generator=g, device="cuda").bfloat16()
+    x = whole[:, :columns]
+    groups, rows = kernels.align_with_rows(ids, 130, 24, 2, x)
+    assert rows is not None
+    assert rows.shape == (37, -(-columns // 128) * 128)
+    for mine, others in zip(groups[:2], kernels.align(ids, 130, 24, 2)[:2], strict=True):
+        used = int(groups.num_tiles) * (24 if mine is groups.sorted_pairs else 1)
+        assert torch.equal(mine[:used], others[:used])
+    expected = torch.zeros_like(rows)
+    for c in range(columns):
+        lane, word, j = c // 64 % 2 * 2 + c % 8 // 4, c % 4, c // 8 % 8
+        expected[:, c // 128 * 128 + (word * 4 + lane) * 8 + j % 4 * 2 + j // 4] = x[:, c]
+    assert torch.equal(rows, expected)
 
 
 def check_groups(ids: Tensor, num_experts: int, tile: int) -> None:

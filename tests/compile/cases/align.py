@@ -1,4 +1,4 @@
-"""The grouping of many pairs by expert."""
+"""The grouping of pairs by expert: few, with rows of x, and many."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from functools import partial
 
 import torch
 
-from hemiola.kernels.experts import align
+from hemiola.kernels.experts import align, align_with_rows
 
 
 def group(tokens: int, top_k: int, num_experts: int, tile: int, num_shared: int) -> object:
     return align(torch.empty(tokens, top_k, dtype=torch.int32, device="meta"), num_experts, tile, num_shared)
 
 
+def with_rows(tokens: int, top_k: int, num_experts: int, tile: int, num_shared: int, columns: int) -> object:
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
+    x = torch.empty(tokens, columns, dtype=torch.bfloat16, device="meta")
+    return align_with_rows(ids, num_experts, tile, num_shared, x)
+
+
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
     yield "lightning", partial(group, 8192, 6, 130, 128, 2)
     yield "super", partial(group, 8192, 22, 512, 64, 0)
+    yield "few", partial(with_rows, 64, 6, 130, 8, 2, 2688)
+    yield "few-super", partial(group, 100, 22, 512, 24, 0)
