@@ -6,15 +6,13 @@ by side. Decoding treats every word alike, wherever it lies: a compiler may put 
 core's operand included, and nothing has to move between threads afterwards.
 
 Half a word (low: j = 0 .. 3, high: j = 4 .. 7) is four codes. The bits of a code, sign and magnitude, stand where a
-shift or two take them to a bfloat16's sign and to the last bits of its exponent with the first of its mantissa, bits 15
-and 8 7 6 of the half, where they are the code's value times 2^-126:
+shift or two take them to a bfloat16's sign and to the last bits of its exponent with the first of its mantissa, where
+they are the code's value times 2^-126:
 
-    j = 0, 4: sign 15, magnitude 8 7 6        j = 1, 5: sign 11, magnitude 4 3 2
-    j = 2, 6: sign 5, magnitude 14 13 12 of the other half
-    j = 3, 7: sign 9, magnitude 10 1 0
+    j = 0, 4: sign 15, magnitude 8 7 6        j = 1, 5: sign 12, magnitude 5 4 3
+    j = 2, 6: sign 14, magnitude 2 1 0        j = 3, 7: sign 13, magnitude 11 10 9
 
-so that of a whole word three pairs of codes come by one mask, after no shift, one of 4 and a rotation by 10, and only the
-fourth pair by two, after shifts of 6 and -2: nine instructions, which is the least that was found.
+so that one shift in four goes to the right: to the left a multiplication shifts, in another pipe than logic.
 
 A scale is one byte, five bits of exponent and three of mantissa: every e4m3 magnitude, the subnormal ones too, has such
 a byte b, with (b << 4) | 0x7000 the bfloat16 of the scale times 2^119; b = 0 comes with codes that are all zero. The
@@ -133,12 +131,11 @@ def pack_words_kernel(
         if j % 4 == 0:
             half = ((code & 8) << 12) | ((code & 7) << 6)
         elif j % 4 == 1:
-            half = ((code & 8) << 8) | ((code & 7) << 2)
+            half = ((code & 8) << 9) | ((code & 7) << 3)
         elif j % 4 == 2:
-            half = (code & 8) << 2
-            word |= (code & 7) << (12 + 16 * (1 - j // 4))
+            half = ((code & 8) << 11) | (code & 7)
         else:
-            half = ((code & 8) << 6) | ((code & 4) << 8) | (code & 3)
+            half = ((code & 8) << 10) | ((code & 7) << 9)
         word |= half << (16 * (j // 4))
     tl.store(words + word_row(row, num_groups * 8) + word_column(column), word, mask=in_row)
 
@@ -160,15 +157,14 @@ def _scale_byte(e4m3):
 def code_bits(word, J: tl.constexpr):
     """Code J of each word, as the bits of a float32 that is the code's value times 2^-126; int32."""
     half = word << 16 if J < 4 else word
-    other = word if J < 4 else word << 16
     if J % 4 == 0:
         bits = half & -0x7E400000  # 0x81C00000
     elif J % 4 == 1:
-        bits = (half << 4) & -0x7E400000
+        bits = (half << 3) & -0x7E400000
     elif J % 4 == 2:
-        bits = ((half << 10) & -0x80000000) | ((other >> 6) & 0x01C00000)
+        bits = ((half << 1) & -0x80000000) | ((half << 6) & 0x01C00000)
     else:
-        bits = ((half << 6) & -0x7F400000) | ((half >> 2) & 0x01000000)  # 0x80C00000
+        bits = ((half << 2) & -0x80000000) | ((half >> 3) & 0x01C00000)
     return bits
 
 
@@ -213,38 +209,38 @@ def decode_words(words, scales, ASM: tl.constexpr):
             lop3.b32 s, t, c, e, 0xEA;
             and.b32 $0, a, m;
             fma.rn.bf16x2 $0, $0, s, z;
-            shl.b32 $1, a, 4;
+            shl.b32 $1, a, 3;
             and.b32 $1, $1, m;
             fma.rn.bf16x2 $1, $1, s, z;
             prmt.b32 t, t, t, 0x2301;
             lop3.b32 s, t, c, e, 0xEA;
-            shr.b32 $2, b, 6;
-            shl.b32 t, a, 10;
-            lop3.b32 $2, t, $2, z, 0xE4;
-            and.b32 $2, $2, m;
+            shl.b32 $2, a, 1;
+            and.b32 $2, $2, z;
+            shl.b32 t, a, 6;
+            lop3.b32 $2, t, 0x01C001C0, $2, 0xEA;
             fma.rn.bf16x2 $2, $2, s, z;
-            shl.b32 $3, a, 6;
-            shr.b32 t, a, 2;
-            lop3.b32 $3, t, $3, 0x01000100, 0xE4;
+            shr.b32 $3, a, 3;
+            shl.b32 t, a, 2;
+            lop3.b32 $3, t, $3, z, 0xE4;
             and.b32 $3, $3, m;
             fma.rn.bf16x2 $3, $3, s, z;
             prmt.b32 t, $10, $11, 0x7632;
             lop3.b32 s, t, c, e, 0xEA;
             and.b32 $4, b, m;
             fma.rn.bf16x2 $4, $4, s, z;
-            shl.b32 $5, b, 4;
+            shl.b32 $5, b, 3;
             and.b32 $5, $5, m;
             fma.rn.bf16x2 $5, $5, s, z;
             prmt.b32 t, t, t, 0x2301;
             lop3.b32 s, t, c, e, 0xEA;
-            shr.b32 $6, a, 6;
-            shl.b32 t, b, 10;
-            lop3.b32 $6, t, $6, z, 0xE4;
-            and.b32 $6, $6, m;
+            shl.b32 $6, b, 1;
+            and.b32 $6, $6, z;
+            shl.b32 t, b, 6;
+            lop3.b32 $6, t, 0x01C001C0, $6, 0xEA;
             fma.rn.bf16x2 $6, $6, s, z;
-            shl.b32 $7, b, 6;
-            shr.b32 t, b, 2;
-            lop3.b32 $7, t, $7, 0x01000100, 0xE4;
+            shr.b32 $7, b, 3;
+            shl.b32 t, b, 2;
+            lop3.b32 $7, t, $7, z, 0xE4;
             and.b32 $7, $7, m;
             fma.rn.bf16x2 $7, $7, s, z;
             }

@@ -169,14 +169,13 @@ __device__ __forceinline__ void spread(u32 scales, int half, u32 mask, u32 &firs
 
 // Half of two words: its four codes, each beside the other word's.
 __device__ __forceinline__ void decode(u32x2 words, u32 scales, int half, u32 mask, u32 (&a)[4]) {
-    const u32 m = 0x81C081C0u, low = __byte_perm(words.x, words.y, 0x5410), high = __byte_perm(words.x, words.y, 0x7632);
-    const u32 w = half ? high : low, other = half ? low : high;
+    const u32 m = 0x81C081C0u, w = __byte_perm(words.x, words.y, half ? 0x7632 : 0x5410);
     u32 first, second;
     spread(scales, half, mask, first, second);
     a[0] = mul2(w & m, first);
-    a[1] = mul2((w << 4) & m, first);
-    a[2] = mul2(((w << 10) & 0x80008000u) | ((other >> 6) & 0x01C001C0u), second);
-    a[3] = mul2(((w << 6) & 0x80C080C0u) | ((w >> 2) & 0x01000100u), second);
+    a[1] = mul2((w << 3) & m, first);
+    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
+    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
 }
 
 // A lane's part of a warp's tiles of 16 rows, 64 rows apart: rows g and g + 8, of one step of 128 columns.

@@ -213,20 +213,20 @@ def split_tiles(steps: int) -> list[SplitTile]:
 def split_cost(tile: SplitTile, num_tokens: int, num_rows: int, steps: int) -> float:
     """Rounds of clusters, times microseconds of one, by what bounds each of its parts.
 
-    A step's operands come from the L2 cache, 5.3 TB/s for all and 30.5 KB/us for one; its products take their time, too.
-    Sums are exchanged at 35 KB/us. 1.05 us are the latency of the first operands and the result, 0.5 us the barriers of a
-    cluster. Numbers fitted to an H200's times of 65 to 512 tokens: what this picks took 2 % longer than the best at most,
-    but for one of 14 cases, 6 %.
+    A step's operands come from the L2 cache, 5.33 TB/s for all and 30.4 KB/us for one; its products take their time,
+    too. Sums are exchanged at 35.3 KB/us. 1.06 us are the latency of the first operands and the result, 0.51 us the
+    barriers of a cluster. Numbers fitted to an H200's times of 65 to 512 tokens: in 14 cases what this picks took 3 %
+    longer than the best at most, but for one, 6 %.
     """
     sms, items = num_sms(), triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
     # Processors come in groups of 16 or 18, and a cluster stays in one.
     at_once = sms // tile.splits if tile.splits <= 2 else sms // 16 * (16 // tile.splits)
-    bytes_per_us = min(30.5e3, 5.3e6 / (min(items, at_once) * tile.splits))
+    bytes_per_us = min(30.4e3, 5.33e6 / (min(items, at_once) * tile.splits))
     tokens = min(tile.tokens, 32 * triton.cdiv(num_tokens, 32))
     step = max((256 * tokens + 72 * tile.rows) / bytes_per_us, tile.rows / 256 * (1.04 + 0.0094 * tokens))
-    took = 1.05 + triton.cdiv(steps, tile.splits) * step
+    took = 1.06 + triton.cdiv(steps, tile.splits) * step
     if tile.splits > 1:
-        took += 0.5 + 4 * tokens * tile.rows * (1 - 1 / tile.splits) / 35e3
+        took += 0.51 + 4 * tokens * tile.rows * (1 - 1 / tile.splits) / 35.3e3
     return float(triton.cdiv(items, at_once) * took)
 
 

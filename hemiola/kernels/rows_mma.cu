@@ -80,9 +80,9 @@ __device__ __forceinline__ void spread(u32 scales, u32 &first, u32 &second) {
 __device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]) {
     const u32 m = 0x81C081C0u;
     a[0] = mul2(w & m, first);
-    a[1] = mul2((w << 4) & m, first);
-    a[2] = mul2(__funnelshift_l(w, w, 10) & m, second);
-    a[3] = mul2(((w << 6) & 0x80C080C0u) | ((w >> 2) & 0x01000100u), second);
+    a[1] = mul2((w << 3) & m, first);
+    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
+    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
 }
 
 #elif SCHEME == FP8
@@ -215,9 +215,8 @@ struct Sums {
             for (int i = 0; i < 4; i++) acc[n][0][i] = acc[n][1][i] = 0.f;
     }
 
-    // x: of each tile of tokens, the lane's place in its token's row; at: where the step lies in it. USED: tiles with tokens.
-    template <int USED>
-    __device__ __forceinline__ void add(const Step &step, const u16 *const (&x)[N], int at) {
+    // x: of each tile of tokens, the lane's place in its token's row, at this step.
+    __device__ __forceinline__ void add(const Step &step, const u16 *const (&x)[N], int at, int tiles_used) {
         const u32 upper_word[4] = {step.upper.x, step.upper.y, step.upper.z, step.upper.w};
         const u32 lower_word[4] = {step.lower.x, step.lower.y, step.lower.z, step.lower.w};
 #if SCHEME == NVFP4
@@ -239,23 +238,14 @@ struct Sums {
             for (int j = 0; j < 4; j++) a[j] = upper_word[j], b[j] = lower_word[j];
 #endif
 #pragma unroll
-            for (int n = 0; n < USED; n++) {
-                const u32x4 v = *(const u32x4 *)(x[n] + at + q * 32);
-                mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
-                mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
+            for (int n = 0; n < N; n++) {
+                if (N == 1 || n < tiles_used) {
+                    const u32x4 v = *(const u32x4 *)(x[n] + at + q * 32);
+                    mma(acc[n][0], a[0], b[0], a[1], b[1], v.x, v.y);
+                    mma(acc[n][1], a[2], b[2], a[3], b[3], v.z, v.w);
+                }
             }
         }
-    }
-
-    // The same, of as many tiles as are used.
-    __device__ __forceinline__ void add_used(const Step &step, const u16 *const (&x)[N], int at, int used) {
-        if constexpr (N > 2) {
-            if (used > 2) return add<N>(step, x, at);
-        }
-        if constexpr (N > 1) {
-            if (used > 1) return add<2>(step, x, at);
-        }
-        add<1>(step, x, at);
     }
 
     __device__ __forceinline__ float sum(int n, int i) const { return acc[n][0][i] + acc[n][1][i]; }
@@ -302,8 +292,8 @@ struct Products : Sums<N> {
             for (int i = 0; i < DEPTH; i += 2) {
                 const int step = base + i;
                 if (step < last) {
-                    this->add_used(ahead[i], x, step * STEP_COLUMNS, tiles_used);
-                    if (step + 1 < last) this->add_used(ahead[i + 1], x, (step + 1) * STEP_COLUMNS, tiles_used);
+                    this->add(ahead[i], x, step * STEP_COLUMNS, tiles_used);
+                    if (step + 1 < last) this->add(ahead[i + 1], x, (step + 1) * STEP_COLUMNS, tiles_used);
                     if (step + DEPTH < last) load(i, step + DEPTH);
                 }
             }
@@ -552,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
             scales_at += here * 32;
 #pragma unroll
             for (int i = 0; i < DEPTH; i++) {
-                if (WHOLE || i < here) sums.add_used(ahead[i], place, (step + i) * STEP_COLUMNS, tiles_used);
+                if (WHOLE || i < here) sums.add(ahead[i], place, (step + i) * STEP_COLUMNS, tiles_used);
                 const bool is_there = is_more && (WHOLE || next + i < steps);
                 const bool may_skip = !WHOLE || i == DEPTH - 1;
                 if (is_there && !(may_skip && skips && next + i == steps - 1))

@@ -80,7 +80,7 @@ DIRECT = {
 DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
-    NVFP4: ((7.0, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 16, 3, 1)), (24.0, GroupTile(24, 12, 3, 1))),
+    NVFP4: ((7.0, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 8, 3, 2)), (24.0, GroupTile(24, 16, 3, 1))),
     FP8: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 16, 4, 1))),
     BF16: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (30.0, GroupTile(24, 16, 4, 1))),
 }
