@@ -1,21 +1,20 @@
-// Products of some tokens with FP8 weights, which memory bounds: Hopper's wgmma of e4m3 codes, both from shared memory.
+// A few tokens' products with FP8 weights, which memory bounds: Hopper's wgmma of e4m3 codes, both from shared memory.
 //
 // Tokens are the 64 rows of a product and rows of weights its columns, of which there may be any multiple of eight: so
-// blocks get even shares of the weights, whatever their number of rows. Rows of the first operand past the tokens of a
-// tile are whatever shared memory holds there; a row of sums depends on its own row alone, and those are not written.
+// blocks get even shares of the weights, whatever their number of rows. Rows of the first operand past TOKENS are
+// whatever shared memory holds there; a row of sums depends on its own row alone, and those are not written.
 //
-// A block takes TOKENS tokens times ROWS rows of weights. Steps of 128 columns go through a ring of STAGES, which the
-// tensor memory accelerator fills, with 128-byte swizzle, and with zeros past the end of rows and columns. One thread
-// fetches weights, from the kernel's start, one fetches x, once the kernel before has ended. A warpgroup multiplies 64
-// tokens.
+// A block takes all tokens, TOKENS at most, times ROWS rows of weights. Steps of 128 columns go through a ring of
+// STAGES, which the tensor memory accelerator fills, with 128-byte swizzle, and with zeros past the end of rows and
+// columns. One thread fetches weights, from the kernel's start, one fetches x, once the kernel before has ended; a
+// warpgroup multiplies.
 //
-// With SPLITS > 1 a cluster of so many blocks shares out the columns of a tile. Each writes its sums to the shared
-// memory of whoever adds them, which has eighths of ROWS of its own; they are added in the blocks' order. With SHARE > 1
-// a cluster takes as many tiles of rows, and its blocks fetch a part of x each, for all of them.
+// With SPLITS > 1 a cluster of so many blocks shares out the columns of its rows. Each writes its sums to the shared
+// memory of whoever adds them, which has eighths of ROWS of its own; they are added in the blocks' order.
 //
 // A sum's order depends on SPLITS alone. Nothing is kept between launches, and no memory but `out` is written.
 //
-// Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, SHARE, STAGES; and product(), see fp8_wgmma.py. With
+// Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, STAGES; and product(), see fp8_wgmma.py. With
 // SPIN_LIMIT_NS nothing waits longer for a copy or a free stage; the kernel traps instead.
 
 typedef unsigned int u32;
@@ -29,8 +28,7 @@ struct alignas(16) u32x4 { u32 x, y, z, w; };
 struct alignas(16) f32x4 { float x, y, z, w; };
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
-constexpr int CLUSTER = SPLITS * SHARE, WARPGROUPS = (TOKENS + 63) / 64, MULTIPLIERS = 128 * WARPGROUPS;
-constexpr int WEIGHT_WARP = 4 * WARPGROUPS, X_WARP = WEIGHT_WARP + 1, THREADS = MULTIPLIERS + 64;
+constexpr int MULTIPLIERS = 128, WEIGHT_WARP = 4, X_WARP = 5, THREADS = 192;
 constexpr u32 X_BYTES = TOKENS * 128, WEIGHT_BYTES = ROWS * 128, RING_BYTES = STAGES * (X_BYTES + WEIGHT_BYTES);
 // A piece is eight rows. PIECES: the most that a block adds. A token's sums lie PITCH floats apart, an odd multiple of
 // eight, so that neither pairs nor fours of them meet in a bank.
@@ -38,9 +36,8 @@ constexpr int ALL_PIECES = ROWS / 8, PIECES = (ALL_PIECES + SPLITS - 1) / SPLITS
 constexpr u32 SUM_BYTES = SPLITS * TOKENS * PITCH * 4;  // in the ring's place without SPLITS
 constexpr u32 SUMS_AT = SPLITS > 1 ? RING_BYTES : 0, SUMS_END = SUMS_AT + SUM_BYTES;
 constexpr u32 BARRIERS_AT = SUMS_END < RING_BYTES ? RING_BYTES : SUMS_END;
-static_assert(TOKENS % (8 * SHARE) == 0 && TOKENS <= 256 && ROWS % 8 == 0 && ROWS <= 256, "a copy's and a product's");
-static_assert(SPLITS == 1 || SHARE == 1, "a cluster is for one thing");
-static_assert(WARPGROUPS * 64 * 128 - X_BYTES <= STAGES * WEIGHT_BYTES, "rows past the tokens are still in the ring");
+static_assert(TOKENS % 8 == 0 && TOKENS <= 64 && ROWS % 8 == 0 && ROWS <= 256, "a copy's and a product's");
+static_assert(64 * 128 - X_BYTES <= STAGES * WEIGHT_BYTES, "rows past the tokens are still in the ring");
 
 // ------------------------------------------------------------------------------------------------ instructions
 
@@ -52,11 +49,6 @@ __device__ __forceinline__ void init(u32 barrier, u32 count) {
 
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-// Says that products have read a stage. Nothing was written: a release for the cluster would be a fence, each time.
-__device__ __forceinline__ void arrive_in_cluster(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes) {
@@ -88,13 +80,6 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap &map, int column, i
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];"
                  :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-// To the same place of all blocks of the cluster, and to their barriers.
-__device__ __forceinline__ void copy_to_all(u32 to, const TensorMap &map, int column, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3}], [%4], %5;"
-                 :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
 }
 
 // What was written to shared memory before is seen by the whole cluster after its cluster_wait.
@@ -165,15 +150,11 @@ __device__ __forceinline__ u32 to_e4m3(u32 v, float scale, float inverse) {
 
 // What a block does.
 struct Item {
-    int rank, first_token, count, first_row, first_step, steps;
+    int split, first_row, first_step, steps;
 
-    __device__ __forceinline__ Item(int num_tokens, int all_steps) {
-        const int cluster = blockIdx.x / CLUSTER, token_tiles = (num_tokens + TOKENS - 1) / TOKENS;
-        rank = blockIdx.x % CLUSTER;
-        const int split = SPLITS > 1 ? rank : 0, tile = SHARE > 1 ? rank : 0;
-        first_token = cluster % token_tiles * TOKENS;
-        count = min(num_tokens - first_token, TOKENS);
-        first_row = (cluster / token_tiles * SHARE + tile) * ROWS;
+    __device__ __forceinline__ Item(int all_steps) {
+        split = blockIdx.x % SPLITS;  // its rank in the cluster
+        first_row = blockIdx.x / SPLITS * ROWS;
         first_step = all_steps * split / SPLITS;
         steps = all_steps * (split + 1) / SPLITS - first_step;
     }
@@ -209,31 +190,20 @@ __device__ __forceinline__ void fetch_weights(Ring &ring, const TensorMap &map, 
 
 __device__ __forceinline__ void fetch_x(Ring ring, const TensorMap &map, const Item &item) {
     for (int step = 0; step < item.steps; step++) {
-        const int column = (item.first_step + step) * 128, part = SHARE > 1 ? item.rank : 0;
         ring.wait_empty();
         arrive_and_expect(ring.full(), X_BYTES);
-        if constexpr (SHARE > 1)
-            copy_to_all(ring.x() + part * (X_BYTES / SHARE), map, column, item.first_token + part * (TOKENS / SHARE),
-                        ring.full());
-        else
-            copy(ring.x(), map, column, item.first_token, ring.full());
+        copy(ring.x(), map, (item.first_step + step) * 128, 0, ring.full());
         ring.step();
     }
 }
 
-// By a warp that multiplies: to all who fetch for this block.
+// By a warp that multiplies.
 __device__ __forceinline__ void give_back(u32 empty) {
-    const u32 lane = threadIdx.x % 32;
-    if constexpr (SHARE > 1) {
-        if (lane < SHARE) arrive_in_cluster(address_in(empty, lane));
-    } else {
-        if (lane == 0) arrive(empty);
-    }
+    if (threadIdx.x % 32 == 0) arrive(empty);
 }
 
-// Sums of a warpgroup's 64 tokens and the block's rows, as wgmma has them.
+// Sums of 64 tokens and the block's rows, as wgmma has them.
 __device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], Ring ring, int steps) {
-    const u32 first_token = threadIdx.x / 128 * 64;
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.f;
     pin(acc);
@@ -241,7 +211,7 @@ __device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], Ring ring, int 
     for (int step = 0; step < steps; step++) {
         ring.wait_full();
         // The same in all lanes, which lets them stay in uniform registers.
-        const u32 x_at = __shfl_sync(0xFFFFFFFFu, ring.x() + first_token * 128, 0);
+        const u32 x_at = __shfl_sync(0xFFFFFFFFu, ring.x(), 0);
         const u32 weights_at = __shfl_sync(0xFFFFFFFFu, ring.weights(), 0);
         const u64 x = operand(x_at), weights = operand(weights_at);
         open_products();
@@ -259,9 +229,9 @@ __device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], Ring ring, int 
 }
 
 // A warp's sums to those who add them: of a block's sums, by the block they come from, token and own piece.
-__device__ __forceinline__ void hand_out(const float (&acc)[ROWS / 2], const Item &item, u32 sums) {
+__device__ __forceinline__ void hand_out(const float (&acc)[ROWS / 2], int split, int num_tokens, u32 sums) {
     const int lane = threadIdx.x % 32, token = threadIdx.x / 32 * 16 + lane / 4;
-    const u32 to = sums + ((SPLITS > 1 ? item.rank : 0) * TOKENS + token) * (PITCH * 4) + lane % 4 * 8;
+    const u32 to = sums + (split * TOKENS + token) * (PITCH * 4) + lane % 4 * 8;
 #pragma unroll
     for (int piece = 0; piece < ALL_PIECES; piece++) {
         const int owner = ((piece + 1) * SPLITS - 1) / ALL_PIECES;  // whose pieces end behind it, the first
@@ -269,7 +239,7 @@ __device__ __forceinline__ void hand_out(const float (&acc)[ROWS / 2], const Ite
         const u32 at = own_to + (piece - ALL_PIECES * owner / SPLITS) * 32;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (token + i * 8 < item.count)
+            if (token + i * 8 < num_tokens)
                 asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};"
                              :: "r"(at + i * (8 * PITCH * 4)), "f"(acc[piece * 4 + i * 2]),
                                 "f"(acc[piece * 4 + i * 2 + 1]) : "memory");
@@ -278,11 +248,10 @@ __device__ __forceinline__ void hand_out(const float (&acc)[ROWS / 2], const Ite
 
 // The sums of all blocks for the block's own pieces, finished and written.
 __device__ __forceinline__ void write(const Item &item, const float *sums, void *out, float alpha, float out_scale,
-                                      int num_rows, int flags) {
-    const int split = SPLITS > 1 ? item.rank : 0, first = ALL_PIECES * split / SPLITS;
-    const int own = ALL_PIECES * (split + 1) / SPLITS - first;
+                                      int num_tokens, int num_rows, int flags) {
+    const int first = ALL_PIECES * item.split / SPLITS, own = ALL_PIECES * (item.split + 1) / SPLITS - first;
     const float inverse = __fdiv_rn(1.f, out_scale);
-    for (int i = threadIdx.x; i < item.count * PIECES; i += MULTIPLIERS) {
+    for (int i = threadIdx.x; i < num_tokens * PIECES; i += MULTIPLIERS) {
         const int token = i / PIECES, piece = i % PIECES, row = item.first_row + (first + piece) * 8;
         if (piece >= own || row >= num_rows) continue;
         const f32x4 *from = (const f32x4 *)(sums + token * PITCH + piece * 8);
@@ -299,7 +268,7 @@ __device__ __forceinline__ void write(const Item &item, const float *sums, void 
                       finished(low.z * alpha, low.w * alpha, relu_squared),
                       finished(high.x * alpha, high.y * alpha, relu_squared),
                       finished(high.z * alpha, high.w * alpha, relu_squared)};
-        const i64 at = (i64)(item.first_token + token) * num_rows + row;
+        const i64 at = (i64)token * num_rows + row;
         if (flags & 4) {
             const u32x2 bytes{to_e4m3(v.x, out_scale, inverse) | to_e4m3(v.y, out_scale, inverse) << 16,
                               to_e4m3(v.z, out_scale, inverse) | to_e4m3(v.w, out_scale, inverse) << 16};
@@ -310,37 +279,29 @@ __device__ __forceinline__ void write(const Item &item, const float *sums, void 
     }
 }
 
-// x_map, weight_map: tensor maps of bytes, of boxes of 128 columns and TOKENS / SHARE or ROWS rows, with 128-byte
-// swizzle. There are SPLITS steps of 128 columns at least; num_rows is a multiple of 8.
+// x_map, weight_map: tensor maps of bytes, of boxes of 128 columns and TOKENS or ROWS rows, with 128-byte swizzle.
+// There are SPLITS steps of 128 columns at least, and TOKENS tokens at most; num_rows is a multiple of 8.
 // flags: 1 squared ReLU, 4 quantised with out_scale to e4m3 (out is bytes then).
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) fp8_wgmma_kernel(
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1) fp8_wgmma_kernel(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, void *out, float alpha,
     float out_scale, int num_tokens, int num_rows, int all_steps, int flags) {
     extern __shared__ u8 memory[];
     u8 *const base = memory + (-address_of(memory) & 1023);
-    const Item item(num_tokens, all_steps);
+    const Item item(all_steps);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ahead = min(item.steps, STAGES);
     Ring ring{address_of(base)};
     if (threadIdx.x == WEIGHT_WARP * 32) {
         for (int i = 0; i < STAGES; i++) {
-            init(ring.base + BARRIERS_AT + i * 8, 2);                                  // of weights and of x
-            init(ring.base + BARRIERS_AT + (STAGES + i) * 8, 4 * WARPGROUPS * SHARE);  // a warp that multiplies each
+            init(ring.base + BARRIERS_AT + i * 8, 2);             // of weights and of x
+            init(ring.base + BARRIERS_AT + (STAGES + i) * 8, 4);  // a warp that multiplies each
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fetch_weights(ring, weight_map, item, 0, ahead);
     }
     __syncthreads();
-    // Nobody is written to before it has begun, and its barriers are there.
-    if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
-    if constexpr (SHARE > 1) cluster_wait();
+    if constexpr (SPLITS > 1) cluster_arrive_relaxed();  // nobody is written to before it has begun
     if (warp == WEIGHT_WARP) {
-        if (lane == 0) {
-            if (item.steps > ahead) fetch_weights(ring, weight_map, item, ahead, item.steps);
-            // Nobody ends while others still tell it that stages are free, or wait for what it fetches.
-            if constexpr (SHARE > 1)
-                for (int step = item.steps - ahead; step < item.steps; step++)
-                    wait(ring.base + BARRIERS_AT + (STAGES + step % STAGES) * 8, step / STAGES & 1);
-        }
+        if (lane == 0 && item.steps > ahead) fetch_weights(ring, weight_map, item, ahead, item.steps);
         __syncwarp();
     } else if (warp == X_WARP) {
         gdc_wait();
@@ -354,7 +315,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
         if constexpr (SPLITS > 1) cluster_wait();
         else sync_multipliers();  // all have read the ring
-        hand_out(acc, item, ring.base + SUMS_AT);
+        hand_out(acc, item.split, num_tokens, ring.base + SUMS_AT);
     }
     if constexpr (SPLITS > 1) {
         if (warp >= WEIGHT_WARP) cluster_wait();
@@ -364,6 +325,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     if (warp < WEIGHT_WARP) {
         if constexpr (SPLITS == 1) sync_multipliers();
-        write(item, (const float *)(base + SUMS_AT), out, alpha, out_scale, num_rows, flags);
+        write(item, (const float *)(base + SUMS_AT), out, alpha, out_scale, num_tokens, num_rows, flags);
     }
 }

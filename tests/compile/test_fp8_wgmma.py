@@ -1,5 +1,5 @@
-"""FP8 products of some tokens follow on each other without a wait or a fence between them; tiles fill a GPU; the layout
-of sums has a place for each."""
+"""FP8 products of a few tokens follow on each other without a wait or a fence between them; tiles fill a GPU; each sum
+has a place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from hemiola.kernels.fp8_wgmma import Tile
 from tests.support.offline import assembly
 
 needs_nvrtc = pytest.mark.skipif(cuda.missing() is not None, reason=str(cuda.missing()))
+for_an_h200 = pytest.mark.skipif(torch.cuda.is_available(), reason="for an H200's multiprocessors")
 SIZES = [(10304, 2688), (2688, 4096), (3712, 2688), (2688, 3712)]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("tile", [Tile(8, 80, 1, 1, 18), Tile(128, 80, 1, 4, 4), Tile(64, 168, 8, 1, 4)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(8, 80, 1, 18), Tile(64, 80, 1, 4), Tile(64, 168, 8, 4)], ids=str)
 def test_products_follow_on_each_other(tile: Tile) -> None:
     module = fp8_wgmma.function(tile).module
     text = assembly(compile_source(module.source, 90, module.options))
@@ -31,7 +32,7 @@ def test_products_follow_on_each_other(tile: Tile) -> None:
 
 
 def test_tensor_maps_are_arguments_at_64_bytes() -> None:
-    function = fp8_wgmma.function(Tile(8, 80, 1, 1, 18))
+    function = fp8_wgmma.function(Tile(8, 80, 1, 18))
     maps = bytes(range(128)), bytes(128)
     function.marshal((*maps, torch.empty(1), 0.5, 1.0, 1, 2, 3, 4))
     places = [int(function._pointers[i] or 0) for i in range(2)]
@@ -43,22 +44,44 @@ def test_tensor_maps_are_arguments_at_64_bytes() -> None:
 
 @needs_nvrtc
 def test_shared_memory_is_that_of_the_source() -> None:
-    for tile in (Tile(8, 80, 1, 1, 18), Tile(128, 208, 1, 1, 2), Tile(64, 168, 8, 1, 4), Tile(96, 24, 3, 1, 5)):
+    for tile in (Tile(8, 80, 1, 18), Tile(64, 208, 1, 2), Tile(64, 168, 8, 4), Tile(32, 24, 3, 5)):
         module = fp8_wgmma.function(tile).module
         check = f"\nstatic_assert(1024 + BARRIERS_AT + 16 * STAGES == {fp8_wgmma.shared_bytes(tile)});"
         compile_source(module.source + check, 90, module.options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for an H200's multiprocessors")
+@for_an_h200
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_tiles_fill_a_gpu_and_fit(rows: int, columns: int) -> None:
-    steps = -(-columns // 128)
-    for tokens in range(3, 129):
-        tile = fp8_wgmma.linear_tile(tokens, rows, steps)
-        blocks = -(-rows // (tile.rows * tile.share)) * tile.share * tile.splits
-        assert 100 <= blocks <= 264, (tokens, tile)
-        assert fp8_wgmma.shared_bytes(tile) <= 227 << 10
+    for tokens in range(3, 65):
+        tile = fp8_wgmma.linear_tile(tokens, rows, -(-columns // 128))
+        assert tile is not None
+        assert 110 <= -(-rows // tile.rows) * tile.splits <= 132, (tokens, tile)
         assert tile.tokens >= tokens
+
+
+@for_an_h200
+def test_tiles_of_the_sizes_that_were_measured() -> None:
+    for tokens, width in ((3, 8), (8, 8), (9, 16), (17, 32), (32, 32), (33, 64)):
+        assert (fp8_wgmma.linear_tile(tokens, 10304, 21) or ())[:3] == (width, 80, 1)
+        assert (fp8_wgmma.linear_tile(tokens, 2688, 32) or ())[:3] == (width, 88, 4)
+
+
+@for_an_h200
+def test_tiles_of_any_size_fit() -> None:
+    for tokens, rows, steps in product((8, 16, 32, 64), range(8, 40000, 136), (*range(1, 40), 200)):
+        tile = fp8_wgmma.linear_tile(tokens, rows, steps)
+        if tile is None:  # a ring of fewer rows than products read
+            assert steps < 5, (tokens, rows, steps)
+            assert rows < 64 * 132, (tokens, rows, steps)
+            continue
+        own_steps = -(-steps // tile.splits)
+        assert tile.splits <= steps
+        assert tile.rows in range(max(16, 8 * tile.splits), 257, 8)
+        assert min(3, own_steps) <= tile.stages <= own_steps
+        assert (tile.stages - 1) * tokens + 64 <= tile.stages * (tokens + tile.rows)
+        assert fp8_wgmma.shared_bytes(tile) <= 227 << 10
+    assert fp8_wgmma.linear_tile(65, 10304, 21) is None
 
 
 def test_every_eight_rows_have_one_block_that_adds_them() -> None:

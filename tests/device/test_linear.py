@@ -29,7 +29,7 @@ SIZES = {
     Scheme.FP8: [(10304, 2688), (2688, 4096), (131, 1003), (272, 1040)],
     Scheme.NVFP4: [(3712, 2688), (2688, 3712), (131, 1072)],
 }
-TOKENS = [1, 2, 3, 8, 17, 33, 65, 129, 513, 2000]
+TOKENS = [1, 2, 3, 8, 17, 32, 33, 65, 129, 513, 2000]
 
 
 def random_weight(scheme: Scheme, out_size: int, in_size: int) -> Weight:

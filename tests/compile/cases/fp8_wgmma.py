@@ -1,4 +1,4 @@
-"""FP8 linears of some tokens on wgmma: Lightning's and Nano's sizes, odd ones, and the largest tiles."""
+"""FP8 linears of a few tokens on wgmma: Lightning's and Nano's sizes, odd ones, and the largest tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hemiola.kernels.fp8_wgmma import Tile
 from hemiola.kernels.linear_fp8 import Fp8Weight, linear_fp8
 
 SIZES = [(10304, 2688), (2688, 4096), (3712, 2688), (2688, 3712), (144, 1040)]
-TILES = [Tile(128, 208, 1, 1, 5), Tile(64, 208, 8, 1, 3), Tile(128, 208, 1, 4, 5), Tile(96, 16, 2, 1, 4)]
+TILES = [Tile(64, 256, 1, 5), Tile(64, 256, 8, 3), Tile(8, 24, 4, 8), Tile(64, 16, 2, 4)]
 
 
 def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -21,18 +21,18 @@ def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def linear(tokens: int, rows: int, columns: int, tile: Tile | None = None) -> object:
     x, codes = (empty(torch.float8_e4m3fn, n, columns) for n in (tokens, rows))
-    assert fp8_wgmma.takes(x, codes)
     if tile:
         return fp8_wgmma.linear(x, codes, 0.1, True, 0.1, tile)
+    assert fp8_wgmma.takes(x, codes)
     return linear_fp8(x, Fp8Weight(codes, 0.1, 0.2, empty(torch.float32, 1)), True, 0.1)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
     for rows, columns in SIZES:
-        for tokens in (3, 8, 9, 17, 33, 65, 128):
+        for tokens in (3, 8, 9, 16, 17, 32):
             yield f"{rows}-{columns}-{tokens}", partial(linear, tokens, rows, columns)
     for tile in TILES:
-        yield str(tile), partial(linear, 100, 3712, 2688, tile)
+        yield str(tile), partial(linear, 8, 3712, 2688, tile)
 
 
 def excludes(name: str, arch: int) -> str | None:
