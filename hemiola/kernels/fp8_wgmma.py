@@ -32,7 +32,7 @@ _RELU_SQUARED, _QUANTISED = 1, 4
 _WIDTHS = (8, 16, 32, 64)
 _SPLITS = (1, 2, 4, 8)
 _ENOUGH_ROWS, _MOST_ROWS = 64, 256
-_SHARED_BYTES = 227 << 10  # of a block, alone on its multiprocessor
+_SHARED_BYTES = 113 << 10  # so that two find room, and the next launch begins to fetch its weights
 _MOST_STAGES = 24
 
 
