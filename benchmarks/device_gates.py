@@ -28,7 +28,6 @@ from hemiola.bench.machine import versions
 from tests.support.golden import FOLDER, SCHEMES
 from tests.support.seeded_checkpoint import write_seeded_checkpoint
 
-
 # One of them two at a time, so that what is for one or two tokens is gated, too; the others all 24 prompts together.
 NUM_SEQS = {"bf16": 2}
 
