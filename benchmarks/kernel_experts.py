@@ -210,7 +210,7 @@ def time_parts(
         launches["down"].append(
             partial(kernels.grouped, hidden, 1, down, ids, groups, tiles, parts, pair_weights=weights)
         )
-        launches["combine"].append(partial(kernels.combine, parts, TOP_K, 2.5, x))
+        launches["combine"].append(partial(kernels.combine, parts, None, TOP_K, 2.5, x))
     times = ", ".join(f"{name} {graph_time(calls) * 1e6:.1f}" for name, calls in launches.items())
     print(f"    parts of {tiles}: {times} us", flush=True)
 

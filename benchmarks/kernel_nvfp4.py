@@ -10,7 +10,6 @@ result differs from the Triton kernels' is printed beside its time.
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +21,7 @@ from benchmarks.kernel_experts import HIDDEN, INTER, NUM_EXPERTS, TOP_K, bank, g
 from hemiola.kernels import experts as triton_experts
 from hemiola.kernels import linear_nvfp4, nvfp4, rows_mma
 from hemiola.kernels.experts import NVFP4, ExpertWeights
-from hemiola.kernels.rows_mma import DownTile, RowsTile
+from hemiola.kernels.rows_mma import DownTile, GroupTile, RowsTile
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Call = Callable[[Tensor, Tensor, Tensor, ExpertWeights, ExpertWeights], Tensor]
@@ -31,19 +30,20 @@ Call = Callable[[Tensor, Tensor, Tensor, ExpertWeights, ExpertWeights], Tensor]
 def direct(tile: RowsTile, down: DownTile) -> Call:
     def call(x: Tensor, ids: Tensor, w: Tensor, up: ExpertWeights, dn: ExpertWeights) -> Tensor:
         hidden = torch.empty(ids.numel(), INTER, dtype=x.dtype, device=x.device)
-        rows_mma.project(x, TOP_K, up, TOP_K, None, ids, None, hidden, tile)
+        rows_mma.project(x, TOP_K, up, TOP_K, ids, hidden, tile)
         return rows_mma.down(hidden, dn, ids, w, x, 2.5, HIDDEN, down)
 
     return call
 
 
-def grouped(up_tile: RowsTile, down_tile: RowsTile) -> Call:
+def grouped(tile: GroupTile) -> Call:
     def call(x: Tensor, ids: Tensor, w: Tensor, up: ExpertWeights, dn: ExpertWeights) -> Tensor:
-        groups = triton_experts.align(ids, NUM_EXPERTS, up_tile.tokens)
+        groups, rows = triton_experts.align_with_rows(ids, NUM_EXPERTS, tile.tokens, 0, x)
+        assert rows is not None
         hidden = torch.empty(ids.numel(), INTER, dtype=x.dtype, device=x.device)
-        rows_mma.project(x, TOP_K, up, TOP_K, *groups, hidden, up_tile)
+        rows_mma.project_groups(rows, TOP_K, up, TOP_K, *groups, hidden, tile, x_in_place=True)
         parts = torch.empty(ids.numel(), HIDDEN, dtype=x.dtype, device=x.device)
-        rows_mma.project(hidden, 1, dn, TOP_K, *groups, parts, down_tile, pair_weights=w)
+        rows_mma.project_groups(hidden, 1, dn, TOP_K, *groups, parts, tile, pair_weights=w)
         return triton_experts.combine(parts, None, TOP_K, 2.5, x)
 
     return call
@@ -59,12 +59,9 @@ def candidates(num_tokens: int) -> Iterator[tuple[str, Call]]:
             tile, down = RowsTile(8, rows, splits, depth), DownTile(ks, kd)
             yield f"direct {rows} {splits} {depth} / {ks} {kd}", direct(tile, down)
     if num_tokens >= 8:
-        tokens = (8,) if num_tokens <= 64 else (8, 16)
-        for n, (rows, splits, depth) in itertools.product(
-            tokens, ((8, 1, 2), (8, 1, 4), (16, 1, 2), (16, 1, 4), (4, 1, 4), (4, 2, 2), (8, 2, 2), (4, 1, 2))
-        ):
-            tile = RowsTile(n, rows, splits, depth)
-            yield f"grouped {n}: {rows} {splits} {depth}", grouped(tile, tile)
+        for shape in ((8, 8, 3, 2), (8, 16, 3, 1), (16, 8, 3, 2), (16, 16, 3, 1), (24, 12, 3, 1), (24, 16, 3, 1)):
+            if shape[0] == 8 or num_tokens >= 64:
+                yield f"grouped {shape}", grouped(GroupTile(*shape))
 
 
 def time_experts(tokens: list[int]) -> None:
@@ -76,8 +73,7 @@ def time_experts(tokens: list[int]) -> None:
         taken = sum(len(ids.unique()) for ids, _ in routings) / 8
         print(f"experts, T = {num_tokens}: {taken:.1f} experts, {taken * expert_bytes / 1e6:.0f} MB", flush=True)
         if num_tokens >= 8:
-            for rows, splits, depth in ((8, 1, 2), (16, 1, 2)):
-                time_parts(x, routings, banks, RowsTile(8, rows, splits, depth))
+            time_parts(x, routings, banks, rows_mma.group_tile(NVFP4, num_tokens * TOP_K / NUM_EXPERTS))
         time_calls(
             candidates(num_tokens),
             lambda call: call(x, *routings[0], *banks[0]),
@@ -92,9 +88,11 @@ def time_parts(x, routings, banks, tile) -> None:  # type: ignore[no-untyped-def
     times: dict[str, list[Callable[[], object]]] = {"up": [], "down": []}
     for i, (ids, w) in enumerate(routings):
         up, dn = banks[i % 2]
-        groups = triton_experts.align(ids, NUM_EXPERTS, tile.tokens)
-        times["up"].append(partial(rows_mma.project, x, TOP_K, up, TOP_K, *groups, hidden.clone(), tile))
-        times["down"].append(partial(rows_mma.project, hidden, 1, dn, TOP_K, *groups, parts, tile, pair_weights=w))
+        groups, rows = triton_experts.align_with_rows(ids, NUM_EXPERTS, tile.tokens, 0, x)
+        up_call = partial(rows_mma.project_groups, rows, TOP_K, up, TOP_K, *groups, hidden.clone(), tile)
+        times["up"].append(partial(up_call, x_in_place=True))
+        down_call = partial(rows_mma.project_groups, hidden, 1, dn, TOP_K, *groups, parts, tile)
+        times["down"].append(partial(down_call, pair_weights=w))
     print(f"    {tile}: " + ", ".join(f"{name} {graph_time(calls) * 1e6:.1f} us" for name, calls in times.items()))
 
 
