@@ -1,6 +1,6 @@
 """The four seeded checkpoints against vLLM's answers for them, `hemiola gate` in a process each: verdicts as JSON.
 
-    PYTHONPATH=. python3 -m benchmarks.device_gates OUT [--scheme bf16 ...] [--arms device] [--invariant] [--commit TEXT]
+    PYTHONPATH=. python3 -m benchmarks.device_gates OUT [--scheme bf16 ...] [--arms device] [--invariant]
 
 Run it in the root of the source tree; hemiola need not be installed. All four run at once, both modes, 24 prompts each:
 on one H200 with 16 cores under a minute is expected, most of it Triton's first compilation. Written into OUT:
