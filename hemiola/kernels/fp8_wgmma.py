@@ -32,7 +32,8 @@ _RELU_SQUARED, _QUANTISED = 1, 4
 _WIDTHS = (8, 16, 32, 64)
 _SPLITS = (1, 2, 4, 8)
 _ENOUGH_ROWS, _MOST_ROWS = 64, 256
-_SHARED_BYTES = 113 << 10  # so that two find room, and the next launch begins to fetch its weights
+# Of a block: with another one on its multiprocessor, so that the next launch begins to fetch its weights, or alone.
+_SHARED_BYTES = (113 << 10, 227 << 10)
 _MOST_STAGES = 24
 
 
@@ -107,10 +108,13 @@ def linear_tile(num_tokens: int, num_rows: int, steps: int) -> Tile | None:
     own_steps = triton.cdiv(steps, splits)
     fixed = shared_bytes(tile) if splits > 1 else 1024
     each = STEP * (tokens + tile.rows) + 16
-    tile = tile._replace(stages=min((_SHARED_BYTES - fixed) // each, own_steps, _MOST_STAGES))
-    # Rows past the tokens of a product are in the ring, too.
-    fits = tile.stages >= min(3, own_steps) and tile.stages * tile.rows >= 64 - tokens
-    return tile if fits and shared_bytes(tile) <= _SHARED_BYTES else None
+    for room in _SHARED_BYTES:
+        tile = tile._replace(stages=min((room - fixed) // each, own_steps, _MOST_STAGES))
+        # Rows past the tokens of a product are in the ring, too.
+        fits = tile.stages >= min(3, own_steps) and tile.stages * tile.rows >= 64 - tokens
+        if fits and shared_bytes(tile) <= room:
+            return tile
+    return None
 
 
 def linear(

@@ -21,11 +21,11 @@ _BLOCK = 2048
 
 @triton.jit
 def quotient(x, scale):
-    """x / scale, to be converted to e4m3. x: float32 of bfloat16 values."""
+    """x / scale, to be converted to e4m3; a zero keeps its sign. x: float32 of bfloat16 values."""
     inverse = tl.div_rn(1.0, scale)
     # Cut off far beyond the largest code, where it could overflow; the remainder keeps infinity and NaN.
     q = tl.minimum(tl.maximum(x * inverse, -1024.0), 1024.0)
-    return tl.fma(tl.fma(q, -scale, x), inverse, q)
+    return tl.where(x == 0.0, x, tl.fma(tl.fma(q, -scale, x), inverse, q))
 
 
 @triton.jit
