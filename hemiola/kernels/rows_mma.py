@@ -50,12 +50,14 @@ class RowsTile:
 @dataclass(frozen=True, slots=True)
 class GroupTile:
     """tokens: as in RowsTile. warps: of a block. depth: steps that a warp has under way, any number; best one that
-    divides a row's. blocks: so many stay on a multiprocessor."""
+    divides a row's. blocks: so many find room on a multiprocessor. waves: so many shares each of these takes, one after
+    the other: more even where multiprocessors differ, and x is read more often."""
 
     tokens: int
     warps: int
     depth: int
     blocks: int
+    waves: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would h
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
     NVFP4: ((7.0, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 8, 3, 2)), (24.0, GroupTile(24, 16, 3, 1))),
-    FP8: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 16, 4, 1))),
-    BF16: ((3.7, GroupTile(8, 16, 4, 1)), (7.5, GroupTile(16, 16, 4, 1)), (30.0, GroupTile(24, 16, 4, 1))),
+    FP8: ((3.7, GroupTile(8, 8, 3, 3, 3)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 20, 3, 1))),
+    BF16: ((3.7, GroupTile(8, 8, 3, 3, 6)), (7.5, GroupTile(16, 10, 3, 2)), (30.0, GroupTile(24, 20, 3, 1))),
 }
 
 
@@ -338,7 +340,7 @@ def project_groups(
     row_bytes = bank.codes.shape[2] * bank.codes.element_size()
     flags = _RELU_SQUARED if pair_weights is None else _WEIGHTED | _EARLY
     _group_function(group_options(bank.scheme, tile, row_bytes, x_in_place)).launch(
-        (num_sms() * tile.blocks, 1, 1),
+        (num_sms() * tile.blocks * tile.waves, 1, 1),
         (32 * tile.warps, 1, 1),
         (
             x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, experts, num_tiles, pair_weights,
