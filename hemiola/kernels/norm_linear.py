@@ -19,13 +19,11 @@ TOKENS = 2
 
 
 class Tile(NamedTuple):
-    """rows: of the weight, that a warp takes at a time. warps: of a block. blocks: for which a multiprocessor has room.
-    spare: room of how many blocks is left to the kernel behind, so that it can start early."""
+    """rows: of the weight, that a warp takes at a time. warps: of a block. blocks: of a multiprocessor."""
 
     rows: int
     warps: int
     blocks: int
-    spare: int = 0
 
 
 # By the most columns, for codes and for bfloat16: what a warp's rows leave of its registers.
@@ -85,7 +83,7 @@ def norm_linear(
     assert tile is not None, "unsupported() refuses such rows"
     y = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    blocks = min(triton.cdiv(num_rows, tile.rows * tile.warps), (tile.blocks - tile.spare) * num_sms())
+    blocks = min(triton.cdiv(num_rows, tile.rows * tile.warps), tile.blocks * num_sms())
     _function(columns, weight.dtype, num_tokens, residual is not None, tile).launch(
         (blocks, 1, 1),
         (32 * tile.warps, 1, 1),
