@@ -148,7 +148,7 @@ def group_shared_bytes(scheme: int, tile: GroupTile, row_bytes: int) -> int:
     return tile.tokens * _x_row_bytes(scheme, row_bytes)
 
 
-def _group_fixed_bytes(tile: GroupTile) -> int:
+def group_fixed_bytes(tile: GroupTile) -> int:
     """What the kernel has besides: what its warps leave to each other, and two numbers a pair."""
     return tile.tokens * (16 * 4 * tile.warps + 8)
 
@@ -166,7 +166,7 @@ def takes(scheme: int, x: Tensor, row_bytes: int, tile: RowsTile | GroupTile) ->
     if isinstance(tile, RowsTile):
         shared, blocks = rows_shared_bytes(scheme, tile, row_bytes), 1
     else:
-        shared, blocks = group_shared_bytes(scheme, tile, row_bytes) + _group_fixed_bytes(tile), tile.blocks
+        shared, blocks = group_shared_bytes(scheme, tile, row_bytes) + group_fixed_bytes(tile), tile.blocks
     return (
         not is_interpreted()
         and len(x) > 0

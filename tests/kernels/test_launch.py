@@ -107,9 +107,13 @@ KERNELS = dict(kernels())
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_lets_the_next_one_start_only_behind_its_own_wait(kernel: str) -> None:
     """So that all but the two launches before it have ended when a kernel starts: see `hemiola.kernels.launch`. Threads
-    that let nothing start wait, too, where they have another part in the kernel, or nothing to do."""
+    that let nothing start wait, too, where they have another part in the kernel, or nothing to do: there the line
+    before has to be a wait."""
     calls = re.findall(r"gdc_(wait|launch_dependents)\(\)", KERNELS[kernel])
     assert "launch_dependents" in calls, "it waits, and then lets the next one start"
+    if calls[-1] == "wait":
+        behind = re.findall(r"^\s*gdc_wait\(\)[^\n]*\n\s*gdc_launch_dependents\(\)", KERNELS[kernel], re.MULTILINE)
+        assert len(behind) == calls.count("launch_dependents"), "it waits, and then lets the next one start"
     before = [calls[i - 1] if i else "nothing" for i, call in enumerate(calls) if call == "launch_dependents"]
     assert set(before) == {"wait"}
 

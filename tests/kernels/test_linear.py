@@ -168,11 +168,13 @@ def test_several_of_one_input_are_one_product_of_one_matrix(stored: torch.dtype)
     assert resident.resident_bytes == apart.resident_bytes == 2 * 58 * 80
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.011, 1e30, 3e-38, 0.7, 0.75, 6 / 448, 1 / 3])
+@pytest.mark.parametrize("scale", [1.0, 0.011, 1e30, 3e-38, 0.7, 0.75, 6 / 448, 1 / 3, 7.0, 0.875])
 def test_codes_of_every_number(scale: float) -> None:
-    """Quotients without a division are those of divisions: every bfloat16 number, also infinite and NaN."""
+    """Quotients without a division are those of divisions: every bfloat16 number, also infinite and NaN. With the last
+    two scales a product with the inverse alone gives 60 other codes. A zero keeps its sign."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(32, 2048)
     codes = quantize(x, scale)
     expected = (x.float() / torch.tensor(scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(codes.isnan(), expected.isnan())
-    assert torch.equal(codes.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))
+    number = ~codes.isnan()
+    assert torch.equal(codes.view(torch.uint8)[number], expected.view(torch.uint8)[number])

@@ -5,6 +5,8 @@ For more, and where that cannot run, there is no variant: the two ops run one af
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,7 @@ def unsupported(
     gate_dtype: torch.dtype,
     correction_bias: Tensor,
     top_k: int,
-    router_groups: int,
-    topk_router_groups: int,
-    normalise: bool,
+    *choice: int | bool,
 ) -> str | None:
     if len(x) not in router.NORM_TOKENS:
         return f"{len(x)} tokens are not one of {', '.join(map(str, router.NORM_TOKENS))}"
@@ -45,23 +45,11 @@ def run(
     gate: Weight,
     gate_dtype: torch.dtype,
     correction_bias: Tensor,
-    top_k: int,
-    router_groups: int,
-    topk_router_groups: int,
-    normalise: bool,
-    *,
+    *choice: Any,
     resident: ResidentWeights,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return router.fused_with_norm(
-        x,
-        router.Norm(residual, norm_weight, eps),
-        moe_route.prepare(gate, resident, gate_dtype),
-        correction_bias,
-        top_k,
-        router_groups,
-        topk_router_groups,
-        normalise,
-    )
+    norm = router.Norm(residual, norm_weight, eps)
+    return router.fused_with_norm(x, norm, moe_route.prepare(gate, resident, gate_dtype), correction_bias, *choice)
 
 
 register(op="norm_route", arm="device", variant="cuda", run=run, unsupported=unsupported, resident=True)
