@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from mmap import mmap
 from pathlib import Path
 from threading import Event
 
@@ -36,15 +37,19 @@ def reading_ahead(files: Sequence[Path]) -> Iterator[None]:
 
 
 def _read(files: Sequence[Path], part: int, stop: Event) -> None:
-    """Every THREADS-th chunk of each file, from the part-th on."""
-    buffer = bytearray(CHUNK_BYTES)
-    for file in files:
-        try:
-            with file.open("rb", buffering=0) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                for start in range(part * CHUNK_BYTES, size, THREADS * CHUNK_BYTES):
-                    if stop.is_set():
-                        return
-                    os.preadv(stream.fileno(), [buffer], start)
-        except OSError:
-            continue
+    """Every THREADS-th chunk of each file, from the part-th on.
+
+    The bytes go to pages of their own, which the kernel has back at the end: a freed buffer of malloc's would stay
+    with the thread's arena.
+    """
+    with mmap(-1, CHUNK_BYTES) as buffer:
+        for file in files:
+            try:
+                with file.open("rb", buffering=0) as stream:
+                    size = os.fstat(stream.fileno()).st_size
+                    for start in range(part * CHUNK_BYTES, size, THREADS * CHUNK_BYTES):
+                        if stop.is_set():
+                            return
+                        os.preadv(stream.fileno(), [buffer], start)
+            except OSError:
+                continue

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     original = os.preadv
 
-    def preadv(fd: int, buffers: Sequence[bytearray], offset: int) -> int:
+    def preadv(fd: int, buffers: Sequence[mmap], offset: int) -> int:
         seen.append((Path(os.readlink(f"/proc/self/fd/{fd}")).name, offset))
         return original(fd, buffers, offset)
 
@@ -76,3 +77,20 @@ def test_a_file_that_is_gone_is_left_to_who_maps_it(tmp_path: Path, reads: list[
             while not reads and time.monotonic() < deadline:
                 time.sleep(0.005)
     assert {name for name, _ in reads} == {"1.bin"}
+
+
+def own_memory() -> int:
+    """Bytes of this process that are no file's."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_the_buffers_are_given_back(tmp_path: Path) -> None:
+    """Of malloc's, up to one a thread would stay: once one has been freed, the next ones come from the arenas."""
+    files = files_of(tmp_path, readahead.THREADS * readahead.CHUNK_BYTES)
+    bytearray(readahead.CHUNK_BYTES)
+    before = own_memory()
+    for _ in range(4):
+        with readahead.reading_ahead(files):
+            time.sleep(0.05)
+    assert own_memory() - before < readahead.CHUNK_BYTES // 2
