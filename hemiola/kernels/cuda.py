@@ -282,13 +282,13 @@ class CudaFunction:
         self.signature = signature
         letters = [LETTERS[letter] for letter in signature]
         ends = [struct.calcsize("@" + "".join(letters[: i + 1])) for i in range(len(letters))]
+        sizes = [struct.calcsize(letter) for letter in letters]
+        self.parameters = [(end - size, size) for end, size in zip(ends, sizes, strict=True)]  # their offsets and sizes
         # What a launch points to, written anew by each: the arguments, a pointer to each, the configuration.
         self._layout = struct.Struct("@" + "".join(letters))
         self._arguments, self._start = _aligned(self._layout.size, TENSOR_MAP_ALIGNMENT)
         start = ctypes.addressof(self._arguments) + self._start
-        self._pointers = (c_void_p * len(letters))(
-            *(start + end - struct.calcsize(letter) for letter, end in zip(letters, ends, strict=True))
-        )
+        self._pointers = (c_void_p * len(letters))(*(start + offset for offset, _ in self.parameters))
         self._attribute = (c_uint64 * (ATTRIBUTE.size // 8))()
         ATTRIBUTE.pack_into(self._attribute, 0, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
         self._attribute_at = ctypes.addressof(self._attribute)

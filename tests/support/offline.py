@@ -101,10 +101,23 @@ def assembly(cubin: bytes) -> str:
 
 def launch_bounds(cubin: bytes, name: str) -> int:
     """Threads of a block that a cubin's kernel is compiled for: 1024 without __launch_bounds__."""
+    found = re.search(
+        r"EIATTR_MAX_THREADS\s+Format:\s+EIFMT_SVAL\s+Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", _attributes(cubin, name)
+    )
+    return math.prod(int(number, 16) for number in found.groups()) if found else 1024
+
+
+def parameters(cubin: bytes, name: str) -> list[tuple[int, int]]:
+    """Offset from the first one, and size, in bytes, of each parameter of a cubin's kernel, in order."""
+    pattern = r"Ordinal : 0x(\w+)\s+Offset  : 0x(\w+)\s+Size    : 0x(\w+)"
+    found = sorted(tuple(int(n, 16) for n in texts) for texts in re.findall(pattern, _attributes(cubin, name)))
+    return [(offset - found[0][1], size) for _, offset, size in found]
+
+
+def _attributes(cubin: bytes, name: str) -> str:
     section = re.search(rf"^\.nv\.info\.{name}$.*?(?=^\.|\Z)", _dump(cubin, "--dump-elf"), re.M | re.S)
     assert section, f"no kernel {name}"
-    found = re.search(r"EIATTR_MAX_THREADS\s+Format:\s+EIFMT_SVAL\s+Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", section[0])
-    return math.prod(int(number, 16) for number in found.groups()) if found else 1024
+    return section[0]
 
 
 def _dump(cubin: bytes, option: str) -> str:
@@ -134,6 +147,9 @@ def _standing_in(arch: int, launched: dict[Any, Compiled]) -> Iterator[None]:
         key = (module.source, module.options, self.name, block, shared_bytes)
         if key not in launched:
             launched[key] = compile_cuda(module.source, self.name, arch, module.options, shared_bytes, math.prod(block))
+            # The driver reads from each pointer what the kernel declares, whatever the launcher put there.
+            declared = parameters(compile_source(module.source, arch, module.options), self.name)
+            assert self.parameters == declared, f"{self.name} ({self.signature}) has parameters {declared}"
 
     with (
         mock.patch.object(JITFunction, "run", run),
