@@ -111,4 +111,68 @@ __device__ __forceinline__ unsigned int to_e4m3(unsigned int pair, float scale, 
 }
 #endif
 
+// Rows normed by a block: its warps share out their spans, and a lane has eights of columns, OWN at most. Where
+// has[i], the i-th begins at column starts[i] of row rows[i]. For each: place, prefetch, the wait, read, normed.
+template <int NUM_ROWS, int WIDTH, int NUM_WARPS, bool ADDS>
+struct BlockRows {
+    static constexpr int SPANS = (WIDTH + 255) / 256, OWN = (NUM_ROWS * SPANS + NUM_WARPS - 1) / NUM_WARPS;
+    struct Shared {
+        alignas(16) float squares[NUM_ROWS][(SPANS + 3) / 4 * 4];
+    };
+    int warp, lane, rows[OWN], starts[OWN];
+    bool has[OWN];
+    Eight sums[OWN];  // x, or x + residual
+
+    __device__ __forceinline__ BlockRows(int warp, int lane) : warp(warp), lane(lane) {}
+
+    __device__ __forceinline__ void place(int i) {
+        const int span = warp + i * NUM_WARPS;
+        rows[i] = span / SPANS;
+        starts[i] = (span % SPANS * 32 + lane) * 8;
+        has[i] = span < NUM_ROWS * SPANS && starts[i] < WIDTH;
+    }
+
+    // The i-th eight, before the wait for the kernel before. x, residual: rows so many numbers apart.
+    __device__ __forceinline__ void prefetch(int i, const unsigned short *x, long long x_stride,
+                                             const unsigned short *residual, long long residual_stride) const {
+        if (has[i]) rms::prefetch(x + rows[i] * x_stride + starts[i]);
+        if (ADDS && has[i]) rms::prefetch(residual + rows[i] * residual_stride + starts[i]);
+    }
+
+    // Behind the wait: `sums`, and all spans' squares, with the block's next barrier.
+    __device__ __forceinline__ void read(const unsigned short *x, long long x_stride, const unsigned short *residual,
+                                         long long residual_stride, Shared &shared) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            sums[i] = {};
+            if (has[i]) sums[i] = load(x + rows[i] * x_stride + starts[i]);
+        }
+        if (ADDS) {
+            Eight others[OWN];
+#pragma unroll
+            for (int i = 0; i < OWN; i++)
+                if (has[i]) others[i] = load(residual + rows[i] * residual_stride + starts[i]);
+#pragma unroll
+            for (int i = 0; i < OWN; i++)
+                if (has[i]) sums[i] = added(sums[i], others[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            if (warp + i * NUM_WARPS >= NUM_ROWS * SPANS) continue;
+            float values[8];
+            widened(sums[i], values);
+            const float total = squares(values);
+            if (lane == 0) shared.squares[rows[i]][(warp + i * NUM_WARPS) % SPANS] = total;
+        }
+    }
+
+    // The i-th eight, of which `has[i]`. weight: of its columns.
+    __device__ __forceinline__ Eight normed(int i, const Eight &weight, float eps, const Shared &shared) const {
+        float values[8];
+        widened(sums[i], values);
+        const float scale = scale_of<WIDTH>(total_of<SPANS>(shared.squares[rows[i]]), eps);
+        return rms::normed(values, scale, weight);
+    }
+};
+
 }  // namespace rms

@@ -1,9 +1,10 @@
 // Products of a token or two with a weight, and the norm before them, in one launch. For sm_90 and later.
 //
 // Every block norms the rows itself, as rms_norm.cu does and with the same bits, and keeps them in shared memory as
-// float32, of codes as of bfloat16. All blocks find room at once, BLOCKS on a multiprocessor at most; a warp takes ROWS rows of the weight at a time and goes on to those a grid's rows further on.
-// What it multiplies has been read into registers, the first of it before the wait for the kernel before; as soon as a
-// piece of these rows is in use, that of the next ones is asked for.
+// float32, of codes as of bfloat16. All blocks find room at once, BLOCKS on a multiprocessor at most; a warp takes ROWS
+// rows of the weight at a time and goes on to those a grid's rows further on. What it multiplies has been read into
+// registers, the first of it before the wait for the kernel before; as soon as a piece of these rows is in use, that of
+// the next ones is asked for.
 //
 // A lane takes N columns of each 32 N, its 16 bytes of a piece. Their x lies in shared memory by fours, those of a
 // piece's lanes side by side.
@@ -17,8 +18,7 @@ typedef unsigned char u8;
 typedef long long i64;
 
 constexpr int N = E4M3 ? 16 : 8, PIECES = (COLUMNS + 32 * N - 1) / (32 * N), FOURS = N / 4;
-constexpr int SPANS = (COLUMNS + 255) / 256;  // of a row in norm.cuh
-constexpr int OWN_SPANS = (TOKENS * SPANS + WARPS - 1) / WARPS;  // of a warp, of all rows
+using Norm = rms::BlockRows<TOKENS, COLUMNS, WARPS, RESIDUAL>;
 
 struct alignas(16) f32x4 { float v[4]; };
 struct alignas(16) u32x4 { u32 v[4]; };
@@ -64,7 +64,7 @@ __device__ __forceinline__ f32x4 four_of(const u32x4 &piece, int i) {
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) norm_linear_kernel(
     const u16 *x, i64 x_stride, const u16 *residual, i64 residual_stride, const u16 *norm_weight, u16 *sum, float eps,
     float in_scale, const u8 *weight, float alpha, u16 *y, int num_rows) {
-    __shared__ __align__(16) float squares[TOKENS][(SPANS + 3) / 4 * 4];
+    __shared__ Norm::Shared shared;
     __shared__ f32x4 xs[TOKENS][PIECES][FOURS][32];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int step = (int)gridDim.x * WARPS * ROWS;
@@ -82,20 +82,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) norm_linear_ker
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) load(row, piece);
 
-    // The norm. A warp's spans, of which it has eights of columns.
-    int rows[OWN_SPANS], starts[OWN_SPANS];
-    bool has[OWN_SPANS];
-    rms::Eight norm_weights[OWN_SPANS];
+    Norm norm(warp, lane);
+    rms::Eight norm_weights[Norm::OWN];
 #pragma unroll
-    for (int i = 0; i < OWN_SPANS; i++) {
-        const int span = warp + i * WARPS;
-        rows[i] = span / SPANS;
-        starts[i] = (span % SPANS * 32 + lane) * 8;
-        has[i] = span < TOKENS * SPANS && starts[i] < COLUMNS;
-        if (!has[i]) continue;
-        norm_weights[i] = rms::load(norm_weight + starts[i]);
-        rms::prefetch(x + rows[i] * x_stride + starts[i]);
-        if (RESIDUAL) rms::prefetch(residual + rows[i] * residual_stride + starts[i]);
+    for (int i = 0; i < Norm::OWN; i++) {
+        norm.place(i);
+        if (!norm.has[i]) continue;
+        norm_weights[i] = rms::load(norm_weight + norm.starts[i]);
+        norm.prefetch(i, x, x_stride, residual, residual_stride);
     }
     const float inverse = __fdiv_rn(1.f, in_scale);
     if (COLUMNS % (32 * N) != 0 && warp == 0 && (PIECES * 32 - 32 + lane) * N >= COLUMNS) {  // lanes without columns
@@ -106,38 +100,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) norm_linear_ker
     }
     gdc_wait();
     gdc_launch_dependents();
-    rms::Eight sums[OWN_SPANS];
-#pragma unroll
-    for (int i = 0; i < OWN_SPANS; i++) {
-        sums[i] = {};
-        if (has[i]) sums[i] = rms::load(x + rows[i] * x_stride + starts[i]);
-    }
-    if (RESIDUAL) {
-        rms::Eight others[OWN_SPANS];
-#pragma unroll
-        for (int i = 0; i < OWN_SPANS; i++)
-            if (has[i]) others[i] = rms::load(residual + rows[i] * residual_stride + starts[i]);
-#pragma unroll
-        for (int i = 0; i < OWN_SPANS; i++)
-            if (has[i]) sums[i] = rms::added(sums[i], others[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < OWN_SPANS; i++) {
-        if (warp + i * WARPS >= TOKENS * SPANS) continue;
-        float values[8];
-        rms::widened(sums[i], values);
-        const float total = rms::squares(values);
-        if (lane == 0) squares[rows[i]][(warp + i * WARPS) % SPANS] = total;
-    }
+    norm.read(x, x_stride, residual, residual_stride, shared);
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < OWN_SPANS; i++) {
-        if (!has[i]) continue;
-        float values[8];
-        rms::widened(sums[i], values);
-        const float scale = rms::scale_of<COLUMNS>(rms::total_of<SPANS>(squares[rows[i]]), eps);
-        const rms::Eight result = rms::normed(values, scale, norm_weights[i]);
-        f32x4 *to = &xs[rows[i]][starts[i] / (32 * N)][starts[i] % N / 4][starts[i] % (32 * N) / N];
+    for (int i = 0; i < Norm::OWN; i++) {
+        if (!norm.has[i]) continue;
+        const int row = norm.rows[i], start = norm.starts[i];
+        const rms::Eight result = norm.normed(i, norm_weights[i], eps, shared);
+        f32x4 *to = &xs[row][start / (32 * N)][start % N / 4][start % (32 * N) / N];
 #if E4M3
         const auto codes = [&](int i) { return rms::to_e4m3(result.v[i], in_scale, inverse); };
         to[0] = from_e4m3(codes(0) | codes(1) << 16);
@@ -146,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) norm_linear_ker
         to[0] = from_bf16(result.v[0], result.v[1]);
         to[32] = from_bf16(result.v[2], result.v[3]);
 #endif
-        if (RESIDUAL && blockIdx.x == 0) *(rms::Eight *)(sum + (i64)rows[i] * COLUMNS + starts[i]) = sums[i];
+        if (RESIDUAL && blockIdx.x == 0) *(rms::Eight *)(sum + (i64)row * COLUMNS + start) = norm.sums[i];
     }
     __syncthreads();
 

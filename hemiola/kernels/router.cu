@@ -29,8 +29,9 @@ constexpr int CHUNK = STEPS < 12 ? STEPS : 12;  // steps whose weights a warp ho
 constexpr int ROWS = ROW_TILES * WARPS * 16;
 constexpr int SUMS = 4;  // of a product, so that one need not wait for the one before
 constexpr int PER_LANE = (EXPERTS + 31) / 32;
-constexpr int SPANS = (COLUMNS + 255) / 256;  // of a row in norm.cuh
-constexpr int OWN_SPANS = (NORM * SPANS + WARPS - 1) / WARPS;  // of a warp, of all rows
+#if NORM
+using Norm = rms::BlockRows<NORM, COLUMNS, WARPS, RESIDUAL>;
+#endif
 static_assert(NORM == 0 || (NORM <= 8 && NT == 1), "all rows are one tile's");
 constexpr float DROPPED = -3.0e38f;  // an expert of a group out of the choice: after all others, before those taken
 
@@ -166,7 +167,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(32 *
     __shared__ float correction[EXPERTS], choice[NT][EXPERTS], scores[NT][EXPERTS], group_scores[NT][GROUPS];
     __shared__ u64 barrier;
 #if NORM
-    __shared__ __align__(16) float squares[NORM][(SPANS + 3) / 4 * 4];
+    __shared__ Norm::Shared shared;
     __shared__ __align__(16) u16 normed[NORM][STEPS * 32];  // the block's columns
 #endif
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
@@ -182,20 +183,15 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(32 *
         return (step < ALL_STEPS / BLOCKS || step < count) && (COLUMNS % 32 == 0 || column + step * 32 < COLUMNS);
     };
 #if NORM
-    // A warp's spans, of which it has eights of columns; those that are the block's, it norms.
-    int rows[OWN_SPANS], starts[OWN_SPANS];
-    bool has[OWN_SPANS], owns[OWN_SPANS];
-    rms::Eight norm_weights[OWN_SPANS];
+    Norm norm(warp, lane);
+    bool owns[Norm::OWN];  // columns that are the block's: those it norms
+    rms::Eight norm_weights[Norm::OWN];
 #pragma unroll
-    for (int i = 0; i < OWN_SPANS; i++) {
-        const int span = warp + i * WARPS;
-        rows[i] = span / SPANS;
-        starts[i] = (span % SPANS * 32 + lane) * 8;
-        has[i] = span < NORM * SPANS && starts[i] < COLUMNS;
-        owns[i] = has[i] && starts[i] >= first * 32 && starts[i] < (first + count) * 32;
-        if (owns[i]) norm_weights[i] = rms::load(norm_weight + starts[i]);
-        if (has[i]) rms::prefetch(x + rows[i] * x_stride + starts[i]);
-        if (RESIDUAL && has[i]) rms::prefetch(residual + rows[i] * residual_stride + starts[i]);
+    for (int i = 0; i < Norm::OWN; i++) {
+        norm.place(i);
+        owns[i] = norm.has[i] && norm.starts[i] >= first * 32 && norm.starts[i] < (first + count) * 32;
+        if (owns[i]) norm_weights[i] = rms::load(norm_weight + norm.starts[i]);
+        norm.prefetch(i, x, x_stride, residual, residual_stride);
     }
     const u16 *x_rows[NT] = {normed[min(g, NORM - 1)] + t * 8};
 #else
@@ -235,41 +231,17 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(32 *
                 gdc_wait();
                 gdc_launch_dependents();
 #if NORM
-                rms::Eight sums[OWN_SPANS];
-#pragma unroll
-                for (int i = 0; i < OWN_SPANS; i++) {
-                    sums[i] = {};
-                    if (has[i]) sums[i] = rms::load(x + rows[i] * x_stride + starts[i]);
-                }
-                if (RESIDUAL) {
-                    rms::Eight others[OWN_SPANS];
-#pragma unroll
-                    for (int i = 0; i < OWN_SPANS; i++)
-                        if (has[i]) others[i] = rms::load(residual + rows[i] * residual_stride + starts[i]);
-#pragma unroll
-                    for (int i = 0; i < OWN_SPANS; i++)
-                        if (has[i]) sums[i] = rms::added(sums[i], others[i]);
-                }
-#pragma unroll
-                for (int i = 0; i < OWN_SPANS; i++) {
-                    if (warp + i * WARPS >= NORM * SPANS) continue;
-                    float values[8];
-                    rms::widened(sums[i], values);
-                    const float total = rms::squares(values);
-                    if (lane == 0) squares[rows[i]][(warp + i * WARPS) % SPANS] = total;
-                }
+                norm.read(x, x_stride, residual, residual_stride, shared);
                 __syncthreads();
 #pragma unroll
-                for (int i = 0; i < OWN_SPANS; i++) {
+                for (int i = 0; i < Norm::OWN; i++) {
                     if (!owns[i]) continue;
-                    float values[8];
-                    rms::widened(sums[i], values);
-                    const float scale = rms::scale_of<COLUMNS>(rms::total_of<SPANS>(squares[rows[i]]), eps);
-                    const rms::Eight result = rms::normed(values, scale, norm_weights[i]);
-                    *(rms::Eight *)(normed[rows[i]] + starts[i] - first * 32) = result;
-                    const i64 at = (i64)rows[i] * COLUMNS + starts[i];
+                    const int row = norm.rows[i], start = norm.starts[i];
+                    const rms::Eight result = norm.normed(i, norm_weights[i], eps, shared);
+                    *(rms::Eight *)(normed[row] + start - first * 32) = result;
+                    const i64 at = (i64)row * COLUMNS + start;
                     *(rms::Eight *)(y + at) = result;
-                    if (RESIDUAL) *(rms::Eight *)(sum + at) = sums[i];
+                    if (RESIDUAL) *(rms::Eight *)(sum + at) = norm.sums[i];
                 }
                 __syncthreads();
 #endif
