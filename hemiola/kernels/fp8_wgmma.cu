@@ -14,14 +14,7 @@
 //
 // A sum's order depends on SPLITS alone. Nothing is kept between launches, and no memory but `out` is written.
 //
-// Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, STAGES; and product(), see fp8_wgmma.py. With
-// SPIN_LIMIT_NS nothing waits longer for a copy or a free stage; the kernel traps instead.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
-typedef long long i64;
+// Behind wgmma.cuh. Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, STAGES; and product(), see fp8_wgmma.py.
 
 struct u32x2 { u32 x, y; };
 struct alignas(16) u32x4 { u32 x, y, z, w; };
@@ -41,40 +34,6 @@ static_assert(64 * 128 - X_BYTES <= STAGES * WEIGHT_BYTES, "rows past the tokens
 
 // ------------------------------------------------------------------------------------------------ instructions
 
-__device__ __forceinline__ u32 address_of(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ bool has_turned(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done != 0;
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-#ifdef SPIN_LIMIT_NS
-    u64 start, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-    while (!has_turned(barrier, parity)) {
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-        if (now - start > SPIN_LIMIT_NS) asm volatile("trap;");
-    }
-#else
-    while (!has_turned(barrier, parity)) {}
-#endif
-}
-
 // A box of the map from this column and row on.
 __device__ __forceinline__ void copy(u32 to, const TensorMap &map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -82,31 +41,8 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap &map, int column, i
                  :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-// What was written to shared memory before is seen by the whole cluster after its cluster_wait.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ u32 address_in(u32 address, u32 block) {
-    u32 r;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(block));
-    return r;
-}
-
 __device__ __forceinline__ void sync_multipliers() {
     asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLIERS) : "memory");
-}
-
-__device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int N>
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
 }
 
 // What the tensor cores write keeps its registers until here, and is not computed before.
@@ -118,17 +54,6 @@ __device__ __forceinline__ void pin(float (&v)[ROWS / 2]) {
 // Rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.
 __device__ __forceinline__ u64 operand(u32 address) {
     return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-// Two float32 to bfloat16, and their squared ReLU from there, rounded. NaN stays.
-__device__ __forceinline__ u32 finished(float first, float second, bool relu_squared) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
-    if (relu_squared) {
-        asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(r) : "r"(0u));
-        asm("fma.rn.bf16x2 %0, %0, %0, %1;" : "+r"(r) : "r"(0x80008000u));
-    }
-    return r;
 }
 
 // As in quantize.py.

@@ -11,14 +11,13 @@ On an H200 the best tiles took 9.43 to 9.79 us for 4 to 32 tokens of 10304 x 268
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from hemiola.kernels.cuda import CudaFunction, CudaModule, tensor_map
+from hemiola.kernels.cuda import CudaFunction, CudaModule, source_of, tensor_map
 from hemiola.kernels.launch import capability, num_sms, uses_pdl
 
 KERNEL = "fp8_wgmma_kernel"
@@ -61,7 +60,7 @@ __device__ __forceinline__ void product(float (&d)[{size}], unsigned long long a
 
 @cache
 def source(rows: int) -> str:
-    return f"{wgmma(rows)}\n#line 1\n{Path(__file__).with_suffix('.cu').read_text(encoding='utf-8')}"
+    return f"{wgmma(rows)}\n{source_of('wgmma.cuh', 'fp8_wgmma.cu')}"
 
 
 @cache

@@ -18,15 +18,8 @@
 // With SPLITS it is another kernel, of a linear alone: a cluster of so many blocks is an item, and shares its columns
 // out. Each block adds all blocks' sums, out of their shared memory and in their order, for a share of the tokens.
 //
-// Defined from outside: WGMMA_KERNEL (a name, by which a trace tells what it is for), and product(), a wgmma of 64
-// rows, 16 columns and N tokens: see nvfp4_wgmma.py; with SPLITS also TILE_TOKENS and TILE_ROWS, of an item. With
-// SPIN_LIMIT_NS nothing waits longer for a copy or a free stage; the kernel traps instead.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
-typedef long long i64;
+// Behind wgmma.cuh. Defined from outside: WGMMA_KERNEL (a name, by which a trace tells what it is for), and product(), a
+// wgmma of 64 rows, 16 columns and N tokens: see nvfp4_wgmma.py; with SPLITS also TILE_TOKENS and TILE_ROWS, of an item.
 
 #ifndef WGMMA_KERNEL
 #define WGMMA_KERNEL wgmma_kernel
@@ -65,36 +58,6 @@ struct Shared {
 
 // ------------------------------------------------------------------------------------------------ instructions
 
-__device__ __forceinline__ u32 address_of(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ bool has_turned(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done != 0;
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-#ifdef SPIN_LIMIT_NS
-    u64 start, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-    while (!has_turned(barrier, parity)) {
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-        if (now - start > SPIN_LIMIT_NS) asm volatile("trap;");
-    }
-#else
-    while (!has_turned(barrier, parity)) {}
-#endif
-}
-
 template <int ID>
 __device__ __forceinline__ void sync_warpgroup(int offset = 0) {
     asm volatile("bar.sync %0, %1;" :: "r"(ID + offset), "n"(WARPGROUP) : "memory");
@@ -116,14 +79,6 @@ __device__ __forceinline__ void fetch_to_l2(const void *p, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int N>
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
-}
-
 // What the tensor cores read or write meanwhile keeps its registers until here, and is not computed before.
 template <typename T>
 __device__ __forceinline__ void pin(T &v) {
@@ -137,17 +92,6 @@ __device__ __forceinline__ void pin(T &v) {
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
     u32 r;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
-    return r;
-}
-
-// Two float32 to bfloat16, and their squared ReLU from there, rounded. NaN stays.
-__device__ __forceinline__ u32 finished(float first, float second, bool relu_squared) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
-    if (relu_squared) {
-        asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(r) : "r"(0u));
-        r = mul2(r, r);
-    }
     return r;
 }
 
@@ -635,21 +579,6 @@ static_assert(TOKENS * TILES * 2 * 64 * 4 <= STAGES * STAGE_BYTES, "sums take th
 static_assert(TOKENS / 16 * TILES * PART_BYTES == STAGING_BYTES, "a block of a cluster of one finishes all parts");
 
 struct alignas(16) f32x4 { float v[4]; };
-
-// What was written to shared memory before is seen by the whole cluster after its cluster_wait.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ u32 address_in(u32 address, u32 block) {
-    u32 r;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(block));
-    return r;
-}
 
 __device__ __forceinline__ f32x4 load_from_cluster(u32 address) {
     f32x4 r;

@@ -12,14 +12,13 @@ of blocks adds its sums in the order of the blocks. Their number is all that bit
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.cuda import CudaFunction, CudaModule, source_of
 from hemiola.kernels.experts import NVFP4, ExpertWeights, align, combine, empty_parts, pairs_per_expert
 from hemiola.kernels.launch import capability, num_sms, uses_pdl
 
@@ -75,7 +74,7 @@ def source() -> str:
         "    float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b);"
     )
     products = "".join(product(tokens) for tokens in _WIDTHS)
-    return f"{declared}{products}\n#line 1\n{Path(__file__).with_suffix('.cu').read_text(encoding='utf-8')}"
+    return f"{declared}{products}\n{source_of('wgmma.cuh', 'nvfp4_wgmma.cu')}"
 
 
 @cache
