@@ -22,7 +22,7 @@ import torch
 import hemiola
 
 COPY_BYTES = 2 << 30
-SOURCES = (".py", ".cu")  # of the package, that decide what it computes
+SOURCES = (".py", ".cu", ".cuh")  # of the package, that decide what it computes
 
 
 def versions() -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hemiola
 import hemiola.bench.__main__ as process
 from hemiola.bench import Cell, Observation, WindowError, cell
 from hemiola.bench.cells import SHORT_OUTPUT, Driver, Run, measure
@@ -184,11 +185,17 @@ def test_time_covered_outside_of_the_window_does_not_count() -> None:
     assert covered([prefill, (31.0, 32.0)], (0.0, 30.0)) == 0.0
 
 
-def test_the_sources_are_known_without_a_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+KERNELS = Path(hemiola.__file__).parent / "kernels"
+
+
+@pytest.mark.parametrize("suffix", sorted({file.suffix for file in KERNELS.iterdir() if file.is_file()}))
+def test_the_sources_are_known_without_a_repository(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, suffix: str
+) -> None:
     package = tmp_path / "hemiola"
     (package / "kernels").mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    kernel = package / "kernels" / "k.cu"
+    kernel = package / "kernels" / f"k{suffix}"
     kernel.write_text("one")
     monkeypatch.setattr("hemiola.__file__", str(package / "__init__.py"))
     before = source_facts()
