@@ -1,8 +1,8 @@
-"""The four seeded checkpoints against vLLM's answers for them, `hemiola gate` in a process each: verdicts as JSON.
+"""The seeded checkpoints against oracles' answers for them, `hemiola gate` in a process each: verdicts as JSON.
 
     PYTHONPATH=. python3 -m benchmarks.device_gates OUT [--scheme bf16 ...] [--arms device] [--invariant]
 
-Run it in the root of the source tree; hemiola need not be installed. All four run at once, both modes, 24 prompts each:
+Run it in the root of the source tree; hemiola need not be installed. All five run at once, both modes, 24 prompts each:
 on one H200 with 16 cores under a minute is expected, most of it Triton's first compilation. Written into OUT:
 SCHEME.json (what `hemiola gate --json` writes), SCHEME.log (its report), records (for `hemiola bench --record` and
 `hemiola report`) and gates.json (verdict, figures, calls by arm and seconds of each, and the conditions), which is
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hemiola.bench.machine import versions
-from tests.support.golden import FOLDER, SCHEMES
+from tests.support.golden import FOLDER, SCHEMES, WIDE
 from tests.support.seeded_checkpoint import write_seeded_checkpoint
 
 # One of them two at a time, so that what is for one or two tokens is gated, too; the others all 24 prompts together.
@@ -58,12 +58,12 @@ def gate(scheme: str, arms: str, invariant: bool, models: Path, out: Path) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--scheme", action="append", choices=SCHEMES)
+    parser.add_argument("--scheme", action="append", choices=(*SCHEMES, WIDE))
     parser.add_argument("--arms", default="device")
     parser.add_argument("--invariant", action="store_true", help="gate engines whose rows do not depend on others")
     parser.add_argument("--commit", help="what this source tree is, where it is no repository")
     options = parser.parse_args()
-    schemes = options.scheme or SCHEMES
+    schemes = options.scheme or (*SCHEMES, WIDE)
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as models, ThreadPoolExecutor(len(schemes)) as pool:

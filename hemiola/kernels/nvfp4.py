@@ -40,6 +40,9 @@ GROUP = 64
 TENSOR_MEMORY = (100, 103)
 """Compute capabilities that keep decoded tiles in tensor memory: eight of more than 64 rows are more than it holds."""
 
+PACKED_ROWS, PACKED_GROUPS = 8, 16
+"""What a program of `pack_words` packs."""
+
 REMAINDER = 128.0
 """What a decoded weight has still to be multiplied with, besides the tensor's scale."""
 
@@ -71,10 +74,10 @@ def pack_words(data: Tensor, block_scale: Tensor, words: Tensor, scales: Tensor)
     """
     rows, groups = scales.shape
     assert rows % TILE == 0, f"{rows} rows are no whole tiles"
-    row_block, group_block = 8, 16
-    pack_words_kernel[triton.cdiv(rows, row_block), triton.cdiv(groups, group_block)](
-        data, block_scale.view(torch.uint8), words, scales, rows, block_scale.shape[1], groups, row_block, group_block
-    )
+    pack_words_kernel[triton.cdiv(rows, PACKED_ROWS), triton.cdiv(groups, PACKED_GROUPS)](
+        data, block_scale.view(torch.uint8), words, scales, rows, block_scale.shape[1], groups, PACKED_ROWS,
+        PACKED_GROUPS,
+    )  # fmt: skip
 
 
 @triton.jit

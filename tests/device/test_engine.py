@@ -12,7 +12,7 @@ import torch
 
 from hemiola import LLM, SamplingParams
 from hemiola.ops import registered_ops
-from tests.support.golden import MODES, SCHEMES, read_golden, run
+from tests.support.golden import MODES, SCHEMES, WIDE, read_golden, run
 
 Folder = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -35,8 +35,8 @@ def arms_of(llm: LLM) -> set[str]:
     return {path.arm for path in llm.path_counts()}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_verdict_against_vllm(seeded_checkpoint: Folder, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("scheme", [*SCHEMES, WIDE])
+def test_verdict_against_the_oracle(seeded_checkpoint: Folder, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
     golden, noise = read_golden(scheme)
     llm = open_llm(seeded_checkpoint(scheme))
     verdicts = {}
@@ -85,7 +85,7 @@ def test_any_op_moves_to_the_other_arm(seeded_checkpoint: Folder, op: str) -> No
         assert op in ("linear_fp8",) or any(path.op == op and path.arm == "reference" for path in paths)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, WIDE])
 def test_graphs_change_nothing_and_are_counted(seeded_checkpoint: Folder, scheme: str) -> None:
     batch = prompts(5)
     without = open_llm(seeded_checkpoint(scheme), cuda_graphs=False, overlap=False, invariant=True)
@@ -98,7 +98,7 @@ def test_graphs_change_nothing_and_are_counted(seeded_checkpoint: Folder, scheme
     assert decode == {path: count for path, count in without.path_counts().items() if "update" in path.op}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, WIDE])
 def test_invariant_tokens_do_not_depend_on_neighbours(seeded_checkpoint: Folder, scheme: str) -> None:
     """Alone, together, in a larger graph, in other pieces: the same tokens and log-probabilities, to the bit."""
     batch = prompts(9, seed=1)

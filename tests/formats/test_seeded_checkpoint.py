@@ -13,12 +13,12 @@ import torch
 from hemiola.config.model import NemotronHConfig
 from hemiola.formats.checkpoint import Checkpoint
 from hemiola.formats.manifest import Manifest
-from tests.support.seeded_checkpoint import SCHEMES
+from tests.support.seeded_checkpoint import SCHEMES, WIDE
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, WIDE])
 def test_bytes_are_those_of_the_golden_and_all_of_them_are_understood(
     seeded_checkpoint: Callable[[str], Path], scheme: str
 ) -> None:

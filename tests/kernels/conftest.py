@@ -2,7 +2,7 @@
 
 `pytest tests/kernels[/test_x.py[::test]]`, alone, chooses it here and runs the tests as any others. As part of a larger
 run, where kernels are compiled, each file of this folder is one test, `interpreted`; the first of them runs all of the
-files in one child process, and each reports what its file did there.
+files in two child processes, and each reports what its file did there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class Interpreted(pytest.Item):
 
     def runtest(self) -> None:
         files = sorted({str(item.path) for item in self.session.items if isinstance(item, Interpreted)})
-        outcomes, output = run_child(tuple(files))
+        outcomes, output = run_children(tuple(files))
         module = self.path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         failures = [text for text in outcomes[module] if text]
         if failures or not outcomes[module]:
@@ -66,8 +67,18 @@ class Interpreted(pytest.Item):
 
 
 @cache
-def run_child(files: tuple[str, ...]) -> tuple[dict[str, list[str]], str]:
-    """By module and per test: an empty string, or what failed. And the child's whole output."""
+def run_children(files: tuple[str, ...]) -> tuple[dict[str, list[str]], str]:
+    """By module and per test: an empty string, or what failed. And the children's whole output."""
+    shares: tuple[list[str], ...] = ([], [])  # of about as many bytes
+    for file in sorted(files, key=lambda file: -Path(file).stat().st_size):
+        min(shares, key=lambda share: sum(Path(file).stat().st_size for file in share)).append(file)
+    with ThreadPoolExecutor(len(shares)) as pool:
+        done = list(pool.map(run_child, filter(None, shares)))
+    outcomes = defaultdict(list, {module: texts for child, _ in done for module, texts in child.items()})
+    return outcomes, "\n".join(output for _, output in done)
+
+
+def run_child(files: list[str]) -> tuple[dict[str, list[str]], str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [

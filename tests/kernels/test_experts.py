@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import experts as kernels
+from hemiola.kernels import nvfp4
 from hemiola.kernels.experts import GroupTiles, RowTiles
 from hemiola.ops.device import moe_experts as device
 from hemiola.ops.resident import ResidentWeights
@@ -21,6 +22,12 @@ from tests.support.weights import SCHEMES, e4m3_nearest, random_weight
 
 NUM_EXPERTS = 5
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=[s.value for s in SCHEMES])
+
+
+@pytest.fixture(autouse=True)
+def many_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter takes for a program hardly depends on its size; packing as it is: test_nvfp4.py."""
+    monkeypatch.setattr(nvfp4, "PACKED_ROWS", 64)
 
 
 def banks(g: torch.Generator, up: Scheme, down: Scheme, hidden: int, inter: int) -> tuple[ExpertBank, ExpertBank]:

@@ -1,4 +1,5 @@
-"""The bf16 mode against what vLLM 0.25.0 answered on an H200, by the verdict that came with its answers."""
+"""The bf16 mode against what vLLM 0.25.0 answered on an H200, by the verdict that came with its answers; and, at the
+30B-A3B models' size of Mamba-2 layers, against transformers by the same verdict."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import pytest
 
 from hemiola import LLM
 from hemiola.model.mixers.moe import MoEMixer
-from tests.support.golden import MODES, SCHEMES, read_golden, run
+from tests.support.golden import MODES, SCHEMES, WIDE, read_golden, run
 from tests.support.golden_process import verdict
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_verdict_against_vllm(
+@pytest.mark.parametrize("scheme", [*SCHEMES, WIDE])
+def test_verdict_against_the_oracle(
     seeded_checkpoint: Callable[[str], Path], scheme: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = verdict(scheme, seeded_checkpoint(scheme))

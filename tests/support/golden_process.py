@@ -1,4 +1,4 @@
-"""A verdict on vLLM's answers in a process of its own, `python -m tests.support.golden_process SCHEME FOLDER`: JSON.
+"""A verdict on answers of an oracle, in a process of its own: `python -m tests.support.golden_process SCHEME FOLDER`.
 
 Libraries choose their instructions when they are loaded, and the order of a sum with them: who starts this sets which.
 """

@@ -8,6 +8,8 @@ bf16       nothing quantised
 fp8        mamba projections, dense MLP, experts and shared experts FP8 W8A8; declared in hf_quant_config.json
 nvfp4      the MLPs and all but one mamba layer NVFP4 with input_scale; declared in hf_quant_config.json
 lightning  mamba projections FP8 W8A8, MLPs and lm_head weight-only NVFP4; declared in config.json as MIXED_PRECISION
+
+WIDE is lightning with Mamba-2 layers of the 30B-A3B models' size, for what runs on no smaller ones.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 from hemiola.formats.quant import fp8, nvfp4
 
 SCHEMES = ("bf16", "fp8", "nvfp4", "lightning")
+WIDE = "lightning-wide"
 PATTERN = "MEM*EM-MEM*E"
 CONFIG: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],
@@ -79,6 +82,8 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+WIDE_SIZES = {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "chunk_size": 128}
+
 # Per tensor: the shape, then either one standard deviation of a normal or the two bounds of a uniform distribution.
 Recipe = tuple[tuple[int, ...], float | tuple[float, float]]
 
@@ -90,8 +95,7 @@ def _mlp(hidden: int, intermediate: int, up: float, down: float) -> dict[str, Re
     }
 
 
-def _mixer_recipes(letter: str) -> dict[str, Recipe]:
-    c = CONFIG
+def _mixer_recipes(letter: str, c: dict[str, Any]) -> dict[str, Recipe]:
     hidden, heads = c["hidden_size"], c["mamba_num_heads"]
     if letter == "M":
         inner = heads * c["mamba_head_dim"]
@@ -127,12 +131,12 @@ def _mixer_recipes(letter: str) -> dict[str, Recipe]:
     return recipes | {f"shared_experts.{name}": recipe for name, recipe in shared.items()}
 
 
-def _recipes() -> Iterator[tuple[str, Recipe]]:
-    hidden, vocab = CONFIG["hidden_size"], CONFIG["vocab_size"]
+def _recipes(config: dict[str, Any]) -> Iterator[tuple[str, Recipe]]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "backbone.embeddings.weight", ((vocab, hidden), 1.0)
     for layer, letter in enumerate(PATTERN):
         yield f"backbone.layers.{layer}.norm.weight", ((hidden,), (0.7, 1.3))
-        for name, recipe in _mixer_recipes(letter).items():
+        for name, recipe in _mixer_recipes(letter, config).items():
             yield f"backbone.layers.{layer}.mixer.{name}", recipe
     yield "backbone.norm_f.weight", ((hidden,), (0.7, 1.3))
     yield "lm_head.weight", ((vocab, hidden), 4.0 * hidden**-0.5)
@@ -206,10 +210,13 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
 def write_seeded_checkpoint(folder: Path, scheme: str, seed: int = 7, shards: int = 2) -> str:
     """Write the checkpoint and its JSON files into `folder`; returns the sha256 over names and payloads."""
     folder.mkdir(parents=True, exist_ok=True)
+    config = dict(CONFIG)
+    if scheme == WIDE:
+        config, scheme = config | WIDE_SIZES, "lightning"
     tensors: dict[str, Tensor] = {}
     algorithms: dict[str, str] = {}
     exclusions = [f"backbone.layers.{layer}.mixer.conv1d" for layer, kind in enumerate(PATTERN) if kind == "M"]
-    for name, recipe in _recipes():
+    for name, recipe in _recipes(config):
         w, module = _draw(seed, name, recipe), name.removesuffix(".weight")
         is_linear = w.dim() == 2 and module != "backbone.embeddings"
         algorithm = _algorithm(module, scheme) if is_linear else None
@@ -220,7 +227,6 @@ def write_seeded_checkpoint(folder: Path, scheme: str, seed: int = 7, shards: in
         tensors[name] = w if ".gate." in name else w.to(torch.bfloat16)
         exclusions += [module] if is_linear else []
     write_shards(folder, tensors, shards)
-    config = dict(CONFIG)
     if scheme == "lightning":
         config["quantization_config"] = mixed_precision(algorithms, sorted(exclusions))
     elif scheme != "bf16":
