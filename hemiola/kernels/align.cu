@@ -1,7 +1,9 @@
-// Pairs grouped by expert. Few by one kernel, in which every block counts all of them, and a warp places those of an expert.
+// Pairs grouped by expert. Few by one kernel, in which every block counts all of them, and a warp places those of an
+// expert.
 //
-// Many in two passes: how often a block's pairs take each expert, and then where they belong. Block b has the pairs [b per_block, (b + 1) per_block), a warp of it an equal part of them, 32 at a time. Within an
-// expert pairs keep their order: those of blocks before, of warps before, and of the same warp before come first.
+// Many in two passes: how often a block's pairs take each expert, and then where they belong. Block b has the pairs
+// [b per_block, (b + 1) per_block), a warp of it an equal part of them, 32 at a time. Within an expert pairs keep their
+// order: those of blocks before, of warps before, and of the same warp before come first.
 //
 // A token takes TOP_K experts of the routing, and the last NUM_SHARED of all: its pairs are in that order.
 //

@@ -1,10 +1,12 @@
-// RMSNorm of rows, with the addition before it and the e4m3 quantisation behind it. A block a row, a thread eight columns.
+// RMSNorm of rows, with the addition before it and the e4m3 quantisation behind it. A block a row, a thread eight
+// columns.
 //
 // A step has one before every mixer, with little to do: what counts is what lies one after the other between the wait
 // for the kernel before and the last store. So all that can be done before that wait is, a thread adds as a tree, and
 // there is one barrier, after which every thread adds all warps' sums itself.
 //
-// Behind norm.cuh. Defined from outside: HIDDEN (a multiple of 8, at most 8192), RESIDUAL and QUANTISES (0 or 1; the latter needs sm_89).
+// Behind norm.cuh. Defined from outside: HIDDEN (a multiple of 8, at most 8192), RESIDUAL and QUANTISES (0 or 1; the
+// latter needs sm_89).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
