@@ -1,6 +1,6 @@
 """The seeded checkpoints against oracles' answers for them, `hemiola gate` in a process each: verdicts as JSON.
 
-    PYTHONPATH=. python3 -m benchmarks.device_gates OUT [--scheme bf16 ...] [--arms device] [--invariant]
+    PYTHONPATH=. python3 -m benchmarks.device_gates OUT [--scheme bf16 ...] [--arms device] [--invariant] [--records R]
 
 Run it in the root of the source tree; hemiola need not be installed. All five run at once, both modes, 24 prompts each:
 on one H200 with 16 cores under a minute is expected, most of it Triton's first compilation. Written into OUT:
@@ -32,7 +32,7 @@ from tests.support.seeded_checkpoint import write_seeded_checkpoint
 NUM_SEQS = {"bf16": 2}
 
 
-def gate(scheme: str, arms: str, invariant: bool, models: Path, out: Path) -> dict[str, Any]:
+def gate(scheme: str, arms: str, invariant: bool, models: Path, out: Path, records: Path) -> dict[str, Any]:
     """Write a scheme's checkpoint and gate it; without a verdict, `verdict` is None and the log says why."""
     begin = time.perf_counter()
     write_seeded_checkpoint(models / scheme, scheme)
@@ -40,7 +40,7 @@ def gate(scheme: str, arms: str, invariant: bool, models: Path, out: Path) -> di
     result, log = out / f"{scheme}.json", out / f"{scheme}.log"
     num_seqs = str(NUM_SEQS.get(scheme, 24))
     options = ["--arms", arms, "--dtype", "bf16", "--max-num-seqs", num_seqs, "--json", str(result)]
-    options += ["--record", str(out / "records"), *(["--invariant"] if invariant else [])]
+    options += ["--record", str(records), *(["--invariant"] if invariant else [])]
     command = [sys.executable, "-m", "hemiola", "gate", str(models / scheme), str(FOLDER / f"golden-{scheme}.json")]
     with log.open("w") as file:
         status = subprocess.run([*command, *options], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
@@ -61,13 +61,14 @@ def main() -> None:
     parser.add_argument("--scheme", action="append", choices=(*SCHEMES, WIDE))
     parser.add_argument("--arms", default="device")
     parser.add_argument("--invariant", action="store_true", help="gate engines whose rows do not depend on others")
+    parser.add_argument("--records", type=Path, help="where else than in OUT/records")
     parser.add_argument("--commit", help="what this source tree is, where it is no repository")
     options = parser.parse_args()
     schemes = options.scheme or (*SCHEMES, WIDE)
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as models, ThreadPoolExecutor(len(schemes)) as pool:
-        of_all = options.arms, options.invariant, Path(models), options.out
+        of_all = options.arms, options.invariant, Path(models), options.out, options.records or options.out / "records"
         runs = [pool.submit(gate, scheme, *of_all) for scheme in schemes]
         results = {scheme: run.result() for scheme, run in zip(schemes, runs, strict=True)}
     document = {

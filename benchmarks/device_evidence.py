@@ -1,0 +1,128 @@
+"""All that docs/device.md rests on, in one command: tests, gates and measurements on one GPU or several of one host.
+
+    PYTHONPATH=. python3 -m benchmarks.device_evidence OUT [--gpus 0,1] [--only NAME ...]
+
+Run it in the root of the source tree; hemiola need not be installed. Steps of a phase run side by side, one on each
+GPU; a phase begins when the one before has ended, so that nothing is timed beside the tests' many processes. With two
+H200 under five minutes are expected. Written into OUT: a log of each step, a document of each gate and measurement, the
+records that they share (`hemiola report OUT/records`), and evidence.json: command, GPU, seconds and exit status of all.
+Exit status: 0 where all are, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+ALONE = ("tests/device/test_serve.py", "tests/device/test_engine.py::test_a_part_of_the_gpus_memory_is_filled")
+WORKERS = 12  # of the tests, where pytest-xdist is there
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """arguments: of Python."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+def phases(out: Path) -> tuple[tuple[Step, ...], ...]:
+    """In a phase, the longest first."""
+    records = str(out / "records")
+    workers = ("-n", str(WORKERS)) if importlib.util.find_spec("xdist") else ()
+
+    def tests(name: str, *arguments: str) -> Step:
+        return Step(name, ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *arguments))
+
+    def gates(name: str, *options: str) -> Step:
+        return Step(name, ("-m", "benchmarks.device_gates", str(out / name), "--records", records, *options))
+
+    def bench(name: str, model: str, *options: str) -> Step:
+        files = ("--record", records, "--json", str(out / f"{name}.json"))
+        return Step(name, ("-m", "hemiola", "bench", "--synthetic", model, *files, *options))
+
+    return (
+        (
+            tests("tests", "tests/device", *(part for test in ALONE for part in ("--deselect", test)), *workers),
+            gates("gates"),
+            gates("gates-invariant", "--invariant"),
+        ),
+        (
+            bench("lightning-30b-long", "lightning-30b", "--long", "--repeats", "1", "--profile"),
+            bench("lightning-30b", "lightning-30b", "--profile"),
+            bench("nano-bf16-30b", "nano-bf16-30b", "--profile"),
+            bench("nano-fp8-30b", "nano-fp8-30b", "--profile"),
+            bench("lightning-30b-invariant", "lightning-30b", "--invariant", "--repeats", "1"),
+            Step("structured", ("-m", "benchmarks.device_structured")),
+        ),
+        (tests("tests-alone", *ALONE),),
+    )
+
+
+def run_phases(
+    asked: Iterable[Sequence[Step]], gpus: Sequence[str], out: Path, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """What became of each step, in the order of their ends."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+    done: list[dict[str, Any]] = []
+
+    def run(step: Step) -> None:
+        gpu = free.get()
+        cache = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TRITON_CACHE_DIR": f"{cache}-{gpu}"}
+        tell(f"{step.name} on GPU {gpu}")
+        begin = time.perf_counter()
+        with (out / f"{step.name}.log").open("w") as log:
+            command = [sys.executable, *step.arguments]
+            status = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+            ).returncode
+        seconds = round(time.perf_counter() - begin, 1)
+        free.put(gpu)
+        done.append({"step": step.name, "command": step.arguments, "gpu": gpu, "seconds": seconds, "status": status})
+        tell(f"{step.name} ended with {status} after {seconds} s")
+
+    for phase in asked:
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            for ended in [pool.submit(run, step) for step in phase]:
+                ended.result()
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gpus", default="0", help="as CUDA_VISIBLE_DEVICES names them")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="steps to run, of all")
+    options = parser.parse_args()
+    asked = phases(options.out)
+    if unknown := set(options.only or ()) - {step.name for phase in asked for step in phase}:
+        parser.error(f"no step {', '.join(sorted(unknown))}")
+    if options.only:
+        asked = tuple(tuple(step for step in phase if step.name in options.only) for phase in asked)
+    options.out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+
+    def tell(text: str) -> None:
+        print(f"{time.perf_counter() - begin:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    done = run_phases(asked, options.gpus.split(","), options.out, tell)
+    (options.out / "evidence.json").write_text(json.dumps(done, indent=1) + "\n")
+    sys.exit(any(step["status"] for step in done))
+
+
+if __name__ == "__main__":
+    main()
