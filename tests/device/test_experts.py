@@ -317,7 +317,7 @@ def test_codes_of_every_number() -> None:
     positive = torch.where(x < 0, 0.0, x.float())
     squared = (positive * positive).bfloat16()
     assert_same(finish(x, relu_squared=True), squared)
-    for scale in (1.0, 0.011, 1e30, 0.7, 0.75, 6 / 448, 24 / 448, 1 / 3):
+    for scale in (1.0, 0.011, 1e30, 0.7, 0.75, 6 / 448, 24 / 448, 1 / 3, 7.0, 0.875):
         for relu_squared, y in ((False, x), (True, squared)):
             expected = (y.float() / torch.tensor(scale, device="cuda")).clamp(-448, 448).to(torch.float8_e4m3fn)
             assert_same(finish(x, relu_squared, scale), expected)
