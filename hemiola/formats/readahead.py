@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from mmap import mmap
+from mmap import MAP_PRIVATE, mmap
 from pathlib import Path
 from threading import Event
 
@@ -42,7 +42,7 @@ def _read(files: Sequence[Path], part: int, stop: Event) -> None:
     The bytes go to pages of their own, which the kernel has back at the end: a freed buffer of malloc's would stay
     with the thread's arena.
     """
-    with mmap(-1, CHUNK_BYTES) as buffer:
+    with mmap(-1, CHUNK_BYTES, MAP_PRIVATE) as buffer:
         for file in files:
             try:
                 with file.open("rb", buffering=0) as stream:
