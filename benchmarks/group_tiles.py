@@ -1,10 +1,11 @@
 """Tiles of the grouped experts against each other in one process and one model: milliseconds a decode step.
 
-    PYTHONPATH=. python3 -m benchmarks.group_tiles nano-bf16-30b --batch 64 --tile 8,8,3,3,6 --tile 16,10,3,2
+    PYTHONPATH=. python3 -m benchmarks.group_tiles nano-bf16-30b 64:8,8,3,3,1 64:16,10,3,2 256:24,16,3,1
 
 A kernel alone and the same kernel among a step's others rank tiles differently, and so do two cards: what counts is
-measured here, in turns, so that a card that warms up slows all of them. A tile is tokens, warps, depth, blocks and
-waves of `hemiola.kernels.rows_mma.GroupTile`; the table's own comes first. The last line is a JSON document.
+measured here, in turns, so that a card that warms up slows all of them. Asked for is BATCH:TILE, a tile being tokens,
+warps, depth, blocks and waves of `hemiola.kernels.rows_mma.GroupTile`; each batch begins with the table's own. The last
+line is a JSON document.
 """
 
 from __future__ import annotations
@@ -54,55 +55,55 @@ def banks_of(started: Started) -> tuple[ExpertWeights, ExpertWeights]:
     return banks(Experts(mixer.up, mixer.down, mixer.together), ops.resident)
 
 
-def tile_of(text: str) -> GroupTile:
-    return GroupTile(*map(int, text.split(",")))
+def candidate(text: str) -> tuple[int, GroupTile]:
+    """Of BATCH:TILE. Raises: ValueError, TypeError."""
+    batch, _, tile = text.partition(":")
+    return int(batch), GroupTile(*map(int, tile.split(",")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a synthetic geometry")
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument(
-        "--tile", action="append", type=tile_of, required=True, metavar="TOKENS,WARPS,DEPTH,BLOCKS[,WAVES]"
-    )
+    parser.add_argument("asked", nargs="+", type=candidate, metavar="BATCH:TILE")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=128, help="between the two lengths of an output")
     options = parser.parse_args()
-    asked = cell("decode", str(options.batch))
-    started = start(None, options.model, engine_config(BenchOptions(synthetic=options.model, cells=(asked,))))
+    cells = {batch: cell("decode", str(batch), options.steps) for batch, _ in options.asked}
+    asked = BenchOptions(synthetic=options.model, cells=tuple(cells.values()))
+    started = start(None, options.model, engine_config(asked))
     if started.device.type != "cuda":
         sys.exit("this times kernels on a GPU, and there is none")
     up, down = banks_of(started)
-    own = group_tile(up.scheme, pairs_per_expert(options.batch, started.config.num_experts_per_tok, up))
-    tiles = {",".join(map(str, astuple(tile))): tile for tile in (own, *options.tile)}
-    x = torch.empty(options.batch, started.config.hidden_size, dtype=torch.bfloat16, device=started.device)
+    top_k, scheme = started.config.num_experts_per_tok, up.scheme
+    table, driver = GROUP_TILES[scheme], Driver(started.engine, started.synchronize)
+    results = []
+    for batch, of_batch in cells.items():
+        own = group_tile(scheme, pairs_per_expert(batch, top_k, up))
+        tiles = {",".join(map(str, astuple(t))): t for t in (own, *(t for b, t in options.asked if b == batch))}
+        x = torch.empty(batch, started.config.hidden_size, dtype=torch.bfloat16, device=started.device)
 
-    def take(name: str) -> None:
-        GROUP_TILES[up.scheme] = ((inf, tiles[name]),)
-        if not takes_experts(x, up, down, options.batch, started.config.num_experts_per_tok):
-            sys.exit(f"{name} does not fit: its blocks find no room, or {options.batch} tokens are not grouped")
-        started.engine.runner._graphs.clear()  # they replay the tile that they were captured with
+        def take(name: str, tiles: dict[str, GroupTile] = tiles, x: torch.Tensor = x) -> None:
+            GROUP_TILES[scheme] = ((inf, tiles[name]),)
+            if not takes_experts(x, up, down, len(x), top_k):
+                sys.exit(f"{name} does not fit: its blocks find no room, or {len(x)} tokens are not grouped")
+            started.engine.runner._graphs.clear()  # they replay the tile that they were captured with
 
-    times = in_turns(Driver(started.engine, started.synchronize), asked, list(tiles), take, options.rounds)
-    first = statistics.median(next(iter(times.values())))
-    for name, samples in times.items():
-        median = statistics.median(samples)
-        told = ", ".join(f"{ms:.3f}" for ms in samples)
-        print(f"{name:16} {median:7.3f} ms a step ({median / first - 1:+.1%}): {told}", file=sys.stderr)
+        times = in_turns(driver, of_batch, list(tiles), take, options.rounds)
+        GROUP_TILES[scheme] = table
+        results.append({"cell": of_batch.name, "ms_per_step": times})
+        first = statistics.median(next(iter(times.values())))
+        for name, samples in times.items():
+            median = statistics.median(samples)
+            told = ", ".join(f"{ms:.3f}" for ms in samples)
+            print(
+                f"batch {batch} {name:14} {median:7.3f} ms a step ({median / first - 1:+.1%}): {told}", file=sys.stderr
+            )
     conditions = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_facts(describe_device(started.device)),
     }
-    print(
-        json.dumps(
-            {
-                "benchmark": "group_tiles",
-                "model": options.model,
-                "cell": asked.name,
-                "ms_per_step": times,
-                "conditions": conditions,
-            }
-        )
-    )
+    document = {"benchmark": "group_tiles", "model": options.model, "cells": results, "conditions": conditions}
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":
