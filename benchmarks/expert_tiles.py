@@ -1,11 +1,11 @@
-"""Tiles of the grouped experts against each other in one process and one model: milliseconds a decode step.
+"""Tiles of the experts against each other in one process and one model: milliseconds a decode step.
 
-    PYTHONPATH=. python3 -m benchmarks.group_tiles nano-bf16-30b 64:8,8,3,3,1 64:16,10,3,2 256:24,16,3,1
+    PYTHONPATH=. python3 -m benchmarks.expert_tiles nano-bf16-30b 1:8,2,4,6/2,4 64:8,8,3,3,1 64:16,10,3,2 256:24,16,3,1
 
 A kernel alone and the same kernel among a step's others rank tiles differently, and so do two cards: what counts is
-measured here, in turns, so that a card that warms up slows all of them. Asked for is BATCH:TILE, a tile being tokens,
-warps, depth, blocks and waves of `hemiola.kernels.rows_mma.GroupTile`; each batch begins with the table's own. The last
-line is a JSON document.
+measured here, in turns, so that a card that warms up slows all of them. Asked for is BATCH:TILE; each batch begins with
+the table's own. A tile is one of `hemiola.kernels.rows_mma`: tokens, warps, depth, blocks and waves of a GroupTile, or,
+for as few tokens as are taken pair by pair, a RowsTile's numbers / a DownTile's. The last line is a JSON document.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
-from math import inf
+from functools import partial
 
 import torch
 
@@ -28,9 +28,20 @@ from hemiola.bench.run import BenchOptions, engine_config
 from hemiola.bench.start import Started, start
 from hemiola.formats.weight import Experts
 from hemiola.kernels.experts import ExpertWeights, pairs_per_expert
-from hemiola.kernels.rows_mma import GROUP_TILES, GroupTile, group_tile, takes_experts
+from hemiola.kernels.rows_mma import (
+    DIRECT,
+    GROUP_TILES,
+    DownTile,
+    GroupTile,
+    RowsTile,
+    group_tile,
+    is_direct,
+    takes_experts,
+)
 from hemiola.model.mixers.moe import MoEMixer
-from hemiola.ops.device.moe_experts import banks
+from hemiola.ops.device import moe_experts
+
+Tile = GroupTile | tuple[RowsTile, DownTile]
 
 
 def in_turns(
@@ -52,13 +63,48 @@ def banks_of(started: Started) -> tuple[ExpertWeights, ExpertWeights]:
     assert ops.resident is not None, "an engine on a GPU keeps its weights there"
     mixers = [layer.mixer for layer in started.engine.model.layers]
     mixer = next(mixer for mixer in mixers if isinstance(mixer, MoEMixer))
-    return banks(Experts(mixer.up, mixer.down, mixer.together), ops.resident)
+    return moe_experts.banks(Experts(mixer.up, mixer.down, mixer.together), ops.resident)
 
 
-def candidate(text: str) -> tuple[int, GroupTile]:
+def candidate(text: str) -> tuple[int, Tile]:
     """Of BATCH:TILE. Raises: ValueError, TypeError."""
+
+    def numbers(part: str) -> list[int]:
+        return [int(number) for number in part.split(",")]
+
     batch, _, tile = text.partition(":")
-    return int(batch), GroupTile(*map(int, tile.split(",")))
+    if "/" not in tile:
+        return int(batch), GroupTile(*numbers(tile))
+    up, down = tile.split("/")
+    return int(batch), (RowsTile(*numbers(up)), DownTile(*numbers(down)))
+
+
+def name_of(tile: Tile) -> str:
+    parts = tile if isinstance(tile, tuple) else (tile,)
+    return "/".join(",".join(map(str, astuple(part))) for part in parts)
+
+
+def put(scheme: int, per_expert: float, tile: Tile) -> None:
+    """Into its table, for up to so many pairs an expert; or for as few tokens as are taken pair by pair."""
+    if isinstance(tile, GroupTile):
+        GROUP_TILES[scheme] = ((per_expert, tile), *(entry for entry in GROUP_TILES[scheme] if entry[0] > per_expert))
+    else:
+        DIRECT[scheme] = (tile,) * len(DIRECT[scheme])
+
+
+def taken(
+    started: Started,
+    banks: tuple[ExpertWeights, ExpertWeights],
+    tiles: Mapping[str, Tile],
+    per_expert: float,
+    x: torch.Tensor,
+    name: str,
+) -> None:
+    """From now on the tile of that name is, for inputs like x."""
+    put(banks[0].scheme, per_expert, tiles[name])
+    if not takes_experts(x, *banks, len(x), started.config.num_experts_per_tok):
+        sys.exit(f"{name} does not fit: its blocks find no room, or {len(x)} tokens are not grouped")
+    started.engine.runner._graphs.clear()  # they replay the tile that they were captured with
 
 
 def main() -> None:
@@ -73,23 +119,20 @@ def main() -> None:
     started = start(None, options.model, engine_config(asked))
     if started.device.type != "cuda":
         sys.exit("this times kernels on a GPU, and there is none")
-    up, down = banks_of(started)
+    banks = up, _ = banks_of(started)
     top_k, scheme = started.config.num_experts_per_tok, up.scheme
-    table, driver = GROUP_TILES[scheme], Driver(started.engine, started.synchronize)
-    results = []
+    driver = Driver(started.engine, started.synchronize)
+    results, tables = [], (GROUP_TILES[scheme], DIRECT[scheme])
     for batch, of_batch in cells.items():
-        own = group_tile(scheme, pairs_per_expert(batch, top_k, up))
-        tiles = {",".join(map(str, astuple(t))): t for t in (own, *(t for b, t in options.asked if b == batch))}
+        by_pair, per_expert = is_direct(scheme, batch, top_k + up.num_shared), pairs_per_expert(batch, top_k, up)
+        own = DIRECT[scheme][batch - 1] if by_pair else group_tile(scheme, per_expert)
+        tiles = {name_of(tile): tile for tile in (own, *(tile for b, tile in options.asked if b == batch))}
+        if wrong := [name for name, tile in tiles.items() if isinstance(tile, GroupTile) is by_pair]:
+            parser.error(f"{', '.join(wrong)} at batch {batch}: pairs are {'not ' if by_pair else ''}grouped there")
         x = torch.empty(batch, started.config.hidden_size, dtype=torch.bfloat16, device=started.device)
-
-        def take(name: str, tiles: dict[str, GroupTile] = tiles, x: torch.Tensor = x) -> None:
-            GROUP_TILES[scheme] = ((inf, tiles[name]),)
-            if not takes_experts(x, up, down, len(x), top_k):
-                sys.exit(f"{name} does not fit: its blocks find no room, or {len(x)} tokens are not grouped")
-            started.engine.runner._graphs.clear()  # they replay the tile that they were captured with
-
+        take = partial(taken, started, banks, tiles, per_expert, x)
         times = in_turns(driver, of_batch, list(tiles), take, options.rounds)
-        GROUP_TILES[scheme] = table
+        GROUP_TILES[scheme], DIRECT[scheme] = tables
         results.append({"cell": of_batch.name, "ms_per_step": times})
         first = statistics.median(next(iter(times.values())))
         for name, samples in times.items():
@@ -102,7 +145,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_facts(describe_device(started.device)),
     }
-    document = {"benchmark": "group_tiles", "model": options.model, "cells": results, "conditions": conditions}
+    document = {"benchmark": "expert_tiles", "model": options.model, "cells": results, "conditions": conditions}
     print(json.dumps(document))
 
 
