@@ -58,7 +58,8 @@ def in_turns(
 
 
 def banks_of(started: Started) -> tuple[ExpertWeights, ExpertWeights]:
-    """Up and down of a layer, as kernels read them, without pieces of the shared expert; all layers' are alike."""
+    """Up and down of a layer, as kernels read them, with the pieces of a shared expert that is joined; all layers' are
+    alike."""
     ops = started.engine.model.ops
     assert ops.resident is not None, "an engine on a GPU keeps its weights there"
     mixers = [layer.mixer for layer in started.engine.model.layers]

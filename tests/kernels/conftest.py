@@ -79,6 +79,7 @@ def run_children(files: tuple[str, ...]) -> tuple[dict[str, list[str]], str]:
 
 
 def run_child(files: list[str]) -> tuple[dict[str, list[str]], str]:
+    """One child's share of `run_children`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [
