@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -99,13 +100,15 @@ def taken(
     tiles: Mapping[str, Tile],
     per_expert: float,
     x: torch.Tensor,
+    graphs: dict[str, dict[Any, Any]],
     name: str,
 ) -> None:
-    """From now on the tile of that name is, for inputs like x."""
+    """From now on the tile of that name is, for inputs like x. graphs: the engine's, by the name of the tile with which
+    they were captured."""
     put(banks[0].scheme, per_expert, tiles[name])
     if not takes_experts(x, *banks, len(x), started.config.num_experts_per_tok):
         sys.exit(f"{name} does not fit: its blocks find no room, or {len(x)} tokens are not grouped")
-    started.engine.runner._graphs.clear()  # they replay the tile that they were captured with
+    started.engine.runner._graphs = graphs.setdefault(name, {})
 
 
 def main() -> None:
@@ -124,6 +127,8 @@ def main() -> None:
     top_k, scheme = started.config.num_experts_per_tok, up.scheme
     driver = Driver(started.engine, started.synchronize)
     results, tables = [], (GROUP_TILES[scheme], DIRECT[scheme])
+    # All are kept to the end: torch takes the graphs' memory apart when none of them is left.
+    graphs: dict[int, dict[str, dict[Any, Any]]] = {batch: {} for batch in cells}
     for batch, of_batch in cells.items():
         by_pair, per_expert = is_direct(scheme, batch, top_k + up.num_shared), pairs_per_expert(batch, top_k, up)
         own = DIRECT[scheme][batch - 1] if by_pair else group_tile(scheme, per_expert)
@@ -131,7 +136,7 @@ def main() -> None:
         if wrong := [name for name, tile in tiles.items() if isinstance(tile, GroupTile) is by_pair]:
             parser.error(f"{', '.join(wrong)} at batch {batch}: pairs are {'not ' if by_pair else ''}grouped there")
         x = torch.empty(batch, started.config.hidden_size, dtype=torch.bfloat16, device=started.device)
-        take = partial(taken, started, banks, tiles, per_expert, x)
+        take = partial(taken, started, banks, tiles, per_expert, x, graphs[batch])
         times = in_turns(driver, of_batch, list(tiles), take, options.rounds)
         GROUP_TILES[scheme], DIRECT[scheme] = tables
         results.append({"cell": of_batch.name, "ms_per_step": times})

@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.kernel_experts import HIDDEN, INTER, NUM_EXPERTS, TOP_K, bank, graph_time, routing
 from hemiola.kernels import experts as triton_experts
 from hemiola.kernels import linear_nvfp4, nvfp4, rows_mma
+from hemiola.kernels.align import empty_rows
 from hemiola.kernels.experts import NVFP4, ExpertWeights
 from hemiola.kernels.rows_mma import DownTile, GroupTile, RowsTile
 
@@ -36,10 +37,15 @@ def direct(tile: RowsTile, down: DownTile) -> Call:
     return call
 
 
+def grouped_rows(ids: Tensor, tile: GroupTile, x: Tensor) -> tuple[triton_experts.Groups, Tensor]:
+    groups, rows = triton_experts.empty_groups(ids, NUM_EXPERTS, tile.tokens), empty_rows(x)
+    triton_experts.fill_groups(groups, ids, NUM_EXPERTS, tile.tokens, 0, x, rows)
+    return groups, rows
+
+
 def grouped(tile: GroupTile) -> Call:
     def call(x: Tensor, ids: Tensor, w: Tensor, up: ExpertWeights, dn: ExpertWeights) -> Tensor:
-        groups, rows = triton_experts.align_with_rows(ids, NUM_EXPERTS, tile.tokens, 0, x)
-        assert rows is not None
+        groups, rows = grouped_rows(ids, tile, x)
         hidden = torch.empty(ids.numel(), INTER, dtype=x.dtype, device=x.device)
         rows_mma.project_groups(rows, TOP_K, up, TOP_K, *groups, hidden, tile, x_in_place=True)
         parts = torch.empty(ids.numel(), HIDDEN, dtype=x.dtype, device=x.device)
@@ -88,7 +94,7 @@ def time_parts(x, routings, banks, tile) -> None:  # type: ignore[no-untyped-def
     times: dict[str, list[Callable[[], object]]] = {"up": [], "down": []}
     for i, (ids, w) in enumerate(routings):
         up, dn = banks[i % 2]
-        groups, rows = triton_experts.align_with_rows(ids, NUM_EXPERTS, tile.tokens, 0, x)
+        groups, rows = grouped_rows(ids, tile, x)
         up_call = partial(rows_mma.project_groups, rows, TOP_K, up, TOP_K, *groups, hidden.clone(), tile)
         times["up"].append(partial(up_call, x_in_place=True))
         down_call = partial(rows_mma.project_groups, hidden, 1, dn, TOP_K, *groups, parts, tile)

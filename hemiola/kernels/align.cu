@@ -17,13 +17,28 @@ constexpr int FEW_WARPS = 8, FEW_THREADS = 32 * FEW_WARPS;
 typedef unsigned short u16;
 struct alignas(16) Eight { u16 v[8]; };
 
+// From L2: with is_early no kernel need have begun since they were written.
+__device__ __forceinline__ int load_id(const int *p) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint4 load_piece(const u16 *p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
 __device__ __forceinline__ int tiles_of(int count) { return (count + TILE - 1) / TILE; }
 
 // Blocks from expert_blocks on bring a row of x each into the order in which products with NVFP4 weights read it (see
-// place_of in rows_mma.cu), in whole steps of 128 columns, with zeros behind its end. columns: a multiple of 8.
+// place_of in rows_mma.cu), in whole steps of 128 columns, with zeros behind its end. columns: a multiple of 8. is_early:
+// ids and x are complete as soon as the kernel before this one lets this one begin: all is done beside it then.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
     const int *ids, int *sorted_pairs, int *tile_experts, int *num_tiles, int num_ids, const u16 *x, long long x_stride,
-    u16 *x_in_place, int columns, int expert_blocks) {
+    u16 *x_in_place, int columns, int expert_blocks, int is_early) {
     extern __shared__ __align__(16) int memory[];
     __shared__ int counts[NUM_EXPERTS];
     const int thread = threadIdx.x, lane = thread % 32, num_tokens = num_ids / TOP_K;
@@ -31,10 +46,10 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
         const int token = blockIdx.x - expert_blocks, width = (columns + 127) / 128 * 128;
         u16 *row = (u16 *)memory;
         for (int c = columns + thread; c < width; c += FEW_THREADS) row[c] = 0;
-        gdc_wait();
+        if (!is_early) gdc_wait();
         gdc_launch_dependents();
         for (int i = thread; i < columns / 8; i += FEW_THREADS)
-            ((Eight *)row)[i] = *(const Eight *)(x + token * x_stride + i * 8);
+            ((uint4 *)row)[i] = load_piece(x + token * x_stride + i * 8);
         __syncthreads();
         for (int i = thread; i < width / 8; i += FEW_THREADS) {
             const int q = i / 4 % 4, t = i % 4;
@@ -44,14 +59,15 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
             for (int e = 0; e < 8; e++) eight.v[e] = from[(e / 2 + e % 2 * 4) * 8];
             ((Eight *)(x_in_place + (long long)token * width))[i] = eight;
         }
+        gdc_wait();
         return;
     }
     for (int e = thread; e < NUM_EXPERTS; e += FEW_THREADS) counts[e] = e < ROUTED ? 0 : num_tokens;
     __syncthreads();
-    gdc_wait();
+    if (!is_early) gdc_wait();
     gdc_launch_dependents();
     for (int at = thread; at < num_ids; at += FEW_THREADS) {
-        const int id = ids[at];
+        const int id = load_id(ids + at);
         memory[at] = id;
         atomicAdd(&counts[id], 1);
     }
@@ -68,17 +84,18 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
     for (int i = count + lane; i < tiles * TILE; i += 32) places[i] = num_tokens * PAIRS;
     if (expert >= ROUTED) {
         for (int token = lane; token < num_tokens; token += 32) places[token] = token * PAIRS + TOP_K + expert - ROUTED;
-        return;
-    }
-    int placed = 0;
+    } else {
+        int placed = 0;
 #pragma unroll 4
-    for (int base = 0; base < num_ids; base += 32) {
-        const int at = base + lane;
-        const bool is_own = at < num_ids && memory[at] == expert;
-        const unsigned own = __ballot_sync(ALL, is_own);
-        if (is_own) places[placed + __popc(own & ((1u << lane) - 1))] = at + at / TOP_K * NUM_SHARED;
-        placed += __popc(own);
+        for (int base = 0; base < num_ids; base += 32) {
+            const int at = base + lane;
+            const bool is_own = at < num_ids && memory[at] == expert;
+            const unsigned own = __ballot_sync(ALL, is_own);
+            if (is_own) places[placed + __popc(own & ((1u << lane) - 1))] = at + at / TOP_K * NUM_SHARED;
+            placed += __popc(own);
+        }
     }
+    gdc_wait();  // what comes after this kernel may rely on those before
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) align_count_kernel(

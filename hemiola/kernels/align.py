@@ -27,7 +27,7 @@ def _module(num_experts: int, top_k: int, num_shared: int, tile: int) -> CudaMod
 
 @cache
 def _few(*of_module: int) -> CudaFunction:
-    return _module(*of_module).function(FEW, "PPPPiPlPii")
+    return _module(*of_module).function(FEW, "PPPPiPlPiii")
 
 
 @cache
@@ -52,6 +52,11 @@ def takes_rows(ids: Tensor, num_experts: int, x: Tensor) -> bool:
     return takes(ids, num_experts) and ids.numel() < LEAST_PAIRS and x.shape[1] % 8 == 0
 
 
+def empty_rows(x: Tensor) -> Tensor:
+    """Room for x in the order of products: (T, whole steps of 128 columns)."""
+    return x.new_empty(len(x), triton.cdiv(x.shape[1], _STEP) * _STEP)
+
+
 def align(
     ids: Tensor,
     num_experts: int,
@@ -61,28 +66,28 @@ def align(
     tile_experts: Tensor,
     num_tiles: Tensor,
     x: Tensor | None = None,
-) -> Tensor | None:
+    rows: Tensor | None = None,
+    early: bool = False,
+) -> None:
     """Write what `experts.Groups` says, for ids (T, top_k) int32. num_experts: all, the shared one's pieces, too.
 
-    x: (T, in) bfloat16, rows 16 bytes aligned, where `takes_rows`. Returned is x in the order in which products with
-    NVFP4 weights read it, (T, whole steps of 128 columns)."""
+    x: (T, in) bfloat16, rows 16 bytes aligned, where `takes_rows`: brought into the order in which products with NVFP4
+    weights read it, into rows, `empty_rows` of x. early: ids and x are complete as soon as the kernel before this one
+    lets this one begin, which few pairs' does beside it; nothing that it writes may be in use there."""
     num_ids, of_module, pdl = ids.numel(), (num_experts, ids.shape[1], num_shared, tile), uses_pdl()
     if num_ids < LEAST_PAIRS:
-        blocks, rows, columns, in_place = triton.cdiv(num_experts, _FEW_WARPS), 0, 0, None
-        if x is not None:
-            rows, columns = x.shape
-            in_place = x.new_empty(rows, triton.cdiv(columns, _STEP) * _STEP)
+        blocks, (num_rows, columns) = triton.cdiv(num_experts, _FEW_WARPS), (0, 0) if x is None else x.shape
         _few(*of_module).launch(
-            (blocks + rows, 1, 1),
+            (blocks + num_rows, 1, 1),
             (_FEW_THREADS, 1, 1),
             (
-                ids, sorted_pairs, tile_experts, num_tiles, num_ids, x, 0 if x is None else x.stride(0), in_place,
-                columns, blocks,
+                ids, sorted_pairs, tile_experts, num_tiles, num_ids, x, 0 if x is None else x.stride(0), rows,
+                columns, blocks, int(early),
             ),
             shared_bytes=max(4 * num_ids, 2 * triton.cdiv(columns, _STEP) * _STEP),
             pdl=pdl,
         )  # fmt: skip
-        return in_place
+        return
     per_block = triton.cdiv(triton.cdiv(num_ids, _MOST_BLOCKS), _THREADS) * _THREADS
     blocks = triton.cdiv(num_ids, per_block)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
@@ -96,4 +101,3 @@ def align(
         shared_bytes=4 * _WARPS * num_experts,
         pdl=pdl,
     )
-    return None

@@ -701,36 +701,44 @@ def align(ids: Tensor, num_experts: int, tile: int, num_shared: int = 0) -> Grou
     """Group pairs by expert, in the order of experts and, within one, of pairs. Room for any routing.
 
     num_experts: of the bank, of which the last num_shared are taken by every token."""
-    groups = _empty_groups(ids, num_experts, tile, num_shared)
-    if aligning.takes(ids, num_experts):
-        aligning.align(ids, num_experts, num_shared, tile, *groups)
-        return groups
-    pdl = uses_pdl()
-    align_kernel[(num_experts,)](
-        ids, *groups, ids.numel(), TOP_K=ids.shape[1], NUM_SHARED=num_shared, NUM_EXPERTS=num_experts,
-        BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile, TILE_BLOCK=triton.next_power_of_2(tile),
-        CHUNK=min(ALIGN_CHUNK, max(128, triton.next_power_of_2(ids.numel()))), PDL=pdl, **launch_options(pdl),
-    )  # fmt: skip
+    groups = empty_groups(ids, num_experts, tile, num_shared)
+    fill_groups(groups, ids, num_experts, tile, num_shared)
     return groups
 
 
-def align_with_rows(
-    ids: Tensor, num_experts: int, tile: int, num_shared: int, x: Tensor
-) -> tuple[Groups, Tensor | None]:
-    """As `align`, and x in the order in which products with NVFP4 weights read it; None where no kernel does both."""
-    groups = _empty_groups(ids, num_experts, tile, num_shared)
-    if aligning.takes_rows(ids, num_experts, x):
-        return groups, aligning.align(ids, num_experts, num_shared, tile, *groups, x)
-    return align(ids, num_experts, tile, num_shared), None
-
-
-def _empty_groups(ids: Tensor, num_experts: int, tile: int, num_shared: int) -> Groups:
+def empty_groups(ids: Tensor, num_experts: int, tile: int, num_shared: int = 0) -> Groups:
+    """Room for what `fill_groups` writes. Arguments as of `align`."""
     num_pairs = len(ids) * (ids.shape[1] + num_shared)
     most_tiles = (num_pairs + min(num_experts, num_pairs) * (tile - 1)) // tile
     options: dict[str, Any] = {"dtype": torch.int32, "device": ids.device}
     return Groups(
         torch.empty(most_tiles * tile, **options), torch.empty(most_tiles, **options), torch.empty(1, **options)
     )
+
+
+def fill_groups(
+    groups: Groups,
+    ids: Tensor,
+    num_experts: int,
+    tile: int,
+    num_shared: int = 0,
+    x: Tensor | None = None,
+    rows: Tensor | None = None,
+    *,
+    early: bool = False,
+) -> None:
+    """What `align` says, into `empty_groups` of the same arguments. x, rows and early: as of `kernels.align.align`, to
+    bring x into the order of products, too, where `kernels.align.takes_rows`."""
+    if aligning.takes(ids, num_experts):
+        aligning.align(ids, num_experts, num_shared, tile, *groups, x, rows, early)
+        return
+    assert rows is None, "no kernel here brings rows into the order of products"
+    pdl = uses_pdl()
+    align_kernel[(num_experts,)](
+        ids, *groups, ids.numel(), TOP_K=ids.shape[1], NUM_SHARED=num_shared, NUM_EXPERTS=num_experts,
+        BINS=max(32, triton.next_power_of_2(num_experts)), TILE=tile, TILE_BLOCK=triton.next_power_of_2(tile),
+        CHUNK=min(ALIGN_CHUNK, max(128, triton.next_power_of_2(ids.numel()))), PDL=pdl, **launch_options(pdl),
+    )  # fmt: skip
 
 
 def quantise_pairs(x: Tensor, ids: Tensor, up: ExpertWeights) -> Tensor:

@@ -137,18 +137,20 @@ def linear_nvfp4(
     relu_squared: bool = False,
     out_scale: float | None = None,
     invariant: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """x @ (weight * scale)^T, finished as `hemiola.kernels.quantize` says.
 
     x: (T, in) bfloat16, rows contiguous. words, scales: of `nvfp4.pack_words`, for num_rows rows and what they are
-    padded with. invariant: one order of summation for any T. Returns (T, num_rows) bfloat16, or float8_e4m3fn where
-    out_scale is given.
+    padded with. invariant: one order of summation for any T. early: as of `nvfp4_wgmma.linear`. Returns (T, num_rows)
+    bfloat16, or float8_e4m3fn where out_scale is given.
     """
     num_tokens = len(x)
     least = nvfp4_wgmma.LEAST_TOKENS if num_rows < MANY_ROWS else nvfp4_wgmma.LEAST_TOKENS_OF_MANY
     if (invariant or num_tokens >= least) and nvfp4_wgmma.takes(x, num_rows, words.shape[1]):
-        alpha = scale * REMAINDER
-        return nvfp4_wgmma.linear(x, words, scales, num_rows, alpha, relu_squared, out_scale, invariant=invariant)
+        return nvfp4_wgmma.linear(
+            x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, invariant=invariant, early=early
+        )
     if not invariant:
         for most, few_rows, many_rows in MMA_TILES:
             tile = many_rows if num_rows >= MANY_ROWS else few_rows

@@ -25,7 +25,7 @@ from hemiola.kernels.launch import capability, num_sms, uses_pdl
 LINEAR, EXPERTS = "linear_wgmma_kernel", "experts_wgmma_kernel"
 SHARED_BYTES = 1024 + 4 * 32768 + 2 * 32768 + 4096
 THREADS = 384
-_RELU_SQUARED, _QUANTISED = 1, 4
+_RELU_SQUARED, _QUANTISED, _EARLY = 1, 4, 8
 _UNIT, _GROUP_BYTES, _WIDTHS = 128, 64, (32, 64, 96, 128)
 _SPLIT_ROWS, _MOST_SPLITS = (256, 128), 8
 
@@ -49,7 +49,7 @@ class SplitTile(NamedTuple):
 
 MANY = WideTile(128, 2)
 # From so many pairs an expert, on average, and so many tokens of a linear.
-LEAST_PAIRS, LEAST_TOKENS = 24.0, 65
+LEAST_PAIRS, LEAST_TOKENS = 24.0, 17
 LEAST_TOKENS_OF_MANY = 17  # rows, so many that they fill a GPU in tiles of 256
 
 
@@ -248,11 +248,13 @@ def linear(
     tile: WideTile | SplitTile | None = None,
     options: tuple[str, ...] = (),
     invariant: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """x (T, in) bfloat16 times one weight of `nvfp4.packed`: (T, num_rows) bfloat16, or e4m3 with out_scale.
 
     alpha: multiplies the accumulator, `nvfp4.REMAINDER` included. invariant: one order of summation for any T; columns
-    are shared out otherwise, where that is faster.
+    are shared out otherwise, where that is faster. early: x is complete as soon as the kernel before this one lets this
+    one begin, beside which it is read then, where columns are shared out.
     """
     num_tokens, columns = x.shape
     row_bytes = 4 * words.shape[1]
@@ -263,6 +265,7 @@ def linear(
     if isinstance(tile, SplitTile):
         items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
         assert tile.splits <= row_bytes // _GROUP_BYTES, f"{tile} of {row_bytes // _GROUP_BYTES} steps"
+        flags |= _EARLY * early
         split_function(tile, options).launch(
             (items * tile.splits, 1, 1),
             (THREADS, 1, 1),

@@ -6,6 +6,7 @@ known, a warp reads them once, decodes them in registers and multiplies, with no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,16 +15,17 @@ import torch
 import triton
 from torch import Tensor
 
+from hemiola.kernels import align as aligning
 from hemiola.kernels.cuda import CudaFunction, CudaModule
 from hemiola.kernels.experts import (
     BF16,
     FP8,
     NVFP4,
     ExpertWeights,
-    align,
-    align_with_rows,
     combine,
+    empty_groups,
     empty_parts,
+    fill_groups,
     pairs_per_expert,
 )
 from hemiola.kernels.launch import is_interpreted, num_sms, shared_memory, uses_pdl
@@ -211,9 +213,12 @@ def experts(
     up: ExpertWeights,
     down_: ExpertWeights,
     routed_scale: float,
-    shared: Tensor | None,
+    shared: Callable[[], Tensor] | None,
 ) -> Tensor:
-    """`kernels.experts.experts` for few pairs an expert, where `takes_experts` says so."""
+    """`kernels.experts.experts` for few pairs an expert, where `takes_experts` says so.
+
+    shared: launches kernels that make the shared part of x, whose last one pairs are grouped beside. ids, and x, have
+    to be complete as soon as these kernels have begun: as where one kernel before them has made ids of x."""
     assert ids.dtype == torch.int32, f"ids are {ids.dtype}, and the kernels read int32"
     num_tokens, top_k = ids.shape
     scheme, hidden_type = up.scheme, torch.float8_e4m3fn if down_.scheme == FP8 else x.dtype
@@ -225,16 +230,20 @@ def experts(
         width = 8 * words_per_row(inter) if in_place else inter
         hidden = torch.empty(num_tokens * pairs_per_token, width, dtype=hidden_type, device=x.device)
         row_tile, down_tile = DIRECT[scheme][num_tokens - 1]
+        part = shared() if shared else None
         project(
             x, pairs_per_token, up, top_k, ids, hidden, row_tile, out_scales=down_.input_scale, out_in_place=in_place
         )  # fmt: skip
         columns = inter if in_place else None
-        return down(hidden, down_, ids, weights, shared, routed_scale, x.shape[1], down_tile, columns)
-    tile = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up))
-    if scheme == NVFP4:
-        groups, rows = align_with_rows(ids, len(up.codes), tile.tokens, up.num_shared, x)
-    else:
-        groups, rows = align(ids, len(up.codes), tile.tokens, up.num_shared), None
+        return down(hidden, down_, ids, weights, part, routed_scale, x.shape[1], down_tile, columns)
+    tile, num_experts = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up)), len(up.codes)
+    # Allocated first, so that nothing which the shared part's kernels use is written beside them.
+    groups = empty_groups(ids, num_experts, tile.tokens, up.num_shared)
+    rows = aligning.empty_rows(x) if scheme == NVFP4 and aligning.takes_rows(ids, num_experts, x) else None
+    part = shared() if shared else None
+    fill_groups(
+        groups, ids, num_experts, tile.tokens, up.num_shared, None if rows is None else x, rows, early=bool(shared)
+    )  # fmt: skip
     hidden = torch.empty(num_tokens * pairs_per_token, inter, dtype=hidden_type, device=x.device)
     project_groups(
         x if rows is None else rows, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale,
@@ -242,7 +251,7 @@ def experts(
     )  # fmt: skip
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
     project_groups(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
-    return combine(parts, pieces, top_k, routed_scale, shared)
+    return combine(parts, pieces, top_k, routed_scale, part)
 
 
 def group_tile(scheme: int, per_expert: float) -> GroupTile:

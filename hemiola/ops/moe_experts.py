@@ -1,6 +1,7 @@
 """Routed experts: down(relu(up(x))^2), weighted and summed over a token's experts; and the shared one's, added.
 
-x: (T, in), activation dtype; ids: (T, top_k) integers; weights: (T, top_k) float32; up, down: the experts' weights, of
+x: (T, in), activation dtype; ids: (T, top_k) integers, with a shared expert those that a router has just made of x: a
+device may read x before the router's kernel has ended; weights: (T, top_k) float32; up, down: the experts' weights, of
 any scheme, (inter, in) and (in, inter).
 routed_scale: multiplies the routed sum, once. shared: the expert that every token takes, added last and never scaled;
 None where there is none or where a latent projection comes in between.

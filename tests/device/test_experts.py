@@ -7,6 +7,7 @@ several times larger. Fresh random inputs; outputs come out of memory that was f
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -17,10 +18,13 @@ from torch import Tensor
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import experts as kernels
 from hemiola.kernels import rows_mma
+from hemiola.kernels.align import empty_rows
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.kernels.quantize import finish
+from hemiola.kernels.rms_norm import rms_norm
 from hemiola.ops.device import moe_experts as device
+from hemiola.ops.device import moe_route
 from hemiola.ops.resident import ResidentWeights
 from tests.support.weights import E2M1, SCHEMES
 
@@ -175,7 +179,7 @@ def results(case: Layer, given: Inputs) -> list[Tensor]:
     found = [run(case, given, invariant) for invariant in (False, True)]
     if rows_mma.takes_experts(given.x, *case.packed, *given.ids.shape):
         poison(given, case)
-        found.append(rows_mma.experts(*given[:3], *case.packed, 2.5, given.shared))
+        found.append(rows_mma.experts(*given[:3], *case.packed, 2.5, given.shared.clone))
     return found
 
 
@@ -286,6 +290,52 @@ def test_the_shared_expert_as_two_more(scheme: Scheme, geometry: tuple[int, int,
         assert torch.equal(run(Inputs(*(t[some] for t in given)), True), results[1][some])
 
 
+@every_scheme
+@pytest.mark.parametrize("num_tokens", [33, 64])
+def test_a_shared_part_of_linears_runs_beside_its_neighbours(scheme: Scheme, num_tokens: int) -> None:
+    """Norm, router and experts, replayed as a graph with new inputs, give the bits of one kernel after the other: the
+    first of the shared expert's products begins while the router runs, and pairs are grouped beside the second."""
+    num_experts, top_k, hidden, inter, _ = LIGHTNING
+    case = layer(scheme, num_experts, hidden, inter)
+    g = torch.Generator("cuda").manual_seed(SEED + 2)
+    shared = SharedExpert(
+        random_weight(g, "shared.up", scheme, 2 * inter, hidden, 1.3),
+        random_weight(g, "shared.down", scheme, hidden, 2 * inter, 0.8),
+    )
+    gate, bias = random_weight(g, "gate", Scheme.PLAIN, num_experts, hidden, 1.0), torch.zeros(num_experts).cuda()
+    norm_weight, resident = torch.ones(hidden, dtype=torch.bfloat16).cuda(), ResidentWeights(torch.device("cuda"))
+
+    def step(x: Tensor, residual: Tensor, between: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        normed, total = rms_norm(x, residual, norm_weight, 1e-5)
+        between()
+        ids, weights, _ = moe_route.run(
+            normed, gate, torch.bfloat16, bias, top_k, 1, 1, True, resident=resident, invariant=False
+        )
+        between()
+        arguments = (normed, ids, weights, case.up, case.down, 2.5, shared)
+        result = device.run(*arguments, joined=True, resident=resident, invariant=False)
+        between()
+        return result, total
+
+    x, residual = (torch.randn(num_tokens, hidden, generator=g, device="cuda").bfloat16() for _ in range(2))
+
+    def steps(between: Callable[[], None]) -> Tensor:
+        result, total = x, residual
+        for _ in range(4):
+            result, total = step(result, total, between)
+        return result
+
+    steps(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = steps(lambda: None)
+    for _ in range(20):
+        x.copy_(torch.randn(num_tokens, hidden, generator=g, device="cuda"))
+        residual.copy_(torch.randn(num_tokens, hidden, generator=g, device="cuda"))
+        graph.replay()
+        assert torch.equal(replayed, steps(torch.cuda.synchronize))
+
+
 def hidden_type(scheme: Scheme) -> torch.dtype:
     return torch.float8_e4m3fn if scheme is Scheme.FP8 else torch.bfloat16
 
@@ -380,7 +430,7 @@ def test_runs_repeat_to_the_bit_and_graphs_follow_their_inputs(scheme: Scheme) -
 def chained(case: Layer, x: Tensor, given: Inputs) -> Tensor:
     """Both kinds of kernels one after the other."""
     x = experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
-    return rows_mma.experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
+    return rows_mma.experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared.clone)
 
 
 def test_pairs_are_grouped_by_expert() -> None:
@@ -400,8 +450,8 @@ def test_rows_are_brought_into_the_order_of_products(columns: int) -> None:
     ids = torch.rand(37, 128, generator=g, device="cuda").argsort(1)[:, :6].int().contiguous()
     whole = torch.randn(37, columns + 8, generator=g, device="cuda").bfloat16()
     x = whole[:, :columns]
-    groups, rows = kernels.align_with_rows(ids, 130, 24, 2, x)
-    assert rows is not None
+    groups, rows = kernels.empty_groups(ids, 130, 24, 2), empty_rows(x)
+    kernels.fill_groups(groups, ids, 130, 24, 2, x, rows)
     assert rows.shape == (37, -(-columns // 128) * 128)
     for mine, others in zip(groups[:2], kernels.align(ids, 130, 24, 2)[:2], strict=True):
         used = int(groups.num_tiles) * (24 if mine is groups.sorted_pairs else 1)

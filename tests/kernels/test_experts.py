@@ -335,7 +335,7 @@ def test_one_variant_is_for_a_layer(variant: str) -> None:
 def test_many_tokens_take_the_shared_expert_as_linears(
     scheme: Scheme, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "TOGETHER_TOKENS", most)
+    monkeypatch.setattr(device, "TOGETHER_TOKENS", dict.fromkeys(device.TOGETHER_TOKENS, most))
     g = generator(31)
     up, down = banks(g, scheme, scheme, 64, 32)
     shared = SharedExpert(

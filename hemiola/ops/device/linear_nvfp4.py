@@ -46,10 +46,11 @@ def run(
     *,
     resident: ResidentWeights,
     invariant: bool,
+    early: bool = False,
 ) -> Tensor:
     assert weight.scale is not None, f"{weight.name} has no global scale"
     words, scales = prepare(weight, resident)
-    return linear_nvfp4(x, words, scales, weight.shape[0], weight.scale, relu_squared, out_scale, invariant)
+    return linear_nvfp4(x, words, scales, weight.shape[0], weight.scale, relu_squared, out_scale, invariant, early)
 
 
 def _build(weight: Weight, resident: ResidentWeights) -> Packed:

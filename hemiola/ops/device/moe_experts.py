@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
-from hemiola.kernels import nvfp4_wgmma, rows_mma
-from hemiola.kernels.experts import ExpertWeights, empty_codes, experts
+from hemiola.kernels import nvfp4_wgmma, router, rows_mma
+from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, empty_codes, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.kernels.tiles import TILE, write_tiles
@@ -26,7 +26,8 @@ from hemiola.ops.table import register
 from hemiola.tap import Tap
 
 _LINEAR = {Scheme.PLAIN: linear, Scheme.FP8: linear_fp8, Scheme.NVFP4: linear_nvfp4}
-TOGETHER_TOKENS = 64  # most for which pieces of the shared expert are faster than linears
+# By scheme: most for which pieces of the shared expert are faster than linears.
+TOGETHER_TOKENS = {NVFP4: 24, FP8: 32, BF16: 32}
 _PIECE_COLUMNS = 16  # a block of NVFP4, so that a piece of down_proj has whole ones
 
 
@@ -110,22 +111,25 @@ def run(
     invariant: bool,
 ) -> Tensor:
     first, second = banks(Experts(up, down, shared), resident)
-    ids, part = ids.to(torch.int32).contiguous(), None
+    ids, shared_part = ids.to(torch.int32).contiguous(), None
     # Pieces have every token: from so many on the linears' kernels, which read a weight once, are faster.
-    if shared is not None and not (joined and (invariant or len(x) <= TOGETHER_TOKENS)):
-        part = _shared_part(x, shared, resident, invariant)
+    if shared is not None and not (joined and (invariant or len(x) <= TOGETHER_TOKENS[first.scheme])):
+        shared_part = partial(_shared_part, x, shared, resident, invariant)
         first, second = first._replace(num_shared=0), second._replace(num_shared=0)  # no id leads to a piece
     if not invariant and rows_mma.takes_experts(x, first, second, *ids.shape):
-        return rows_mma.experts(x, ids, weights, first, second, routed_scale, part)
+        return rows_mma.experts(x, ids, weights, first, second, routed_scale, shared_part)
+    part = shared_part() if shared_part else None
     if nvfp4_wgmma.takes_experts(x, first, second, len(ids), ids.shape[1], invariant):
         return nvfp4_wgmma.experts(x, ids, weights, first, second, routed_scale, part)
     return experts(x, ids, weights, first, second, routed_scale, part, invariant=invariant)
 
 
 def _shared_part(x: Tensor, shared: SharedExpert, resident: ResidentWeights, invariant: bool) -> Tensor:
+    """Launched right behind the router's kernel, before which x was complete, but where that one norms x itself."""
     out_scale = shared.down.input_scale if shared.down.scheme is Scheme.FP8 else None
     first, second = _LINEAR[shared.up.scheme], _LINEAR[shared.down.scheme]
-    hidden = first.run(x, shared.up, x.dtype, True, out_scale, resident=resident, invariant=invariant)
+    early = {"early": True} if first is linear_nvfp4 and len(x) not in router.NORM_TOKENS else {}
+    hidden = first.run(x, shared.up, x.dtype, True, out_scale, resident=resident, invariant=invariant, **early)
     part: Tensor = second.run(hidden, shared.down, x.dtype, resident=resident, invariant=invariant)
     return part
 

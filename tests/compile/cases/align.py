@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from hemiola.kernels.experts import align, align_with_rows
+from hemiola.kernels.align import empty_rows
+from hemiola.kernels.experts import align, empty_groups, fill_groups
 
 
 def group(tokens: int, top_k: int, num_experts: int, tile: int, num_shared: int) -> object:
@@ -17,7 +18,9 @@ def group(tokens: int, top_k: int, num_experts: int, tile: int, num_shared: int)
 def with_rows(tokens: int, top_k: int, num_experts: int, tile: int, num_shared: int, columns: int) -> object:
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
     x = torch.empty(tokens, columns, dtype=torch.bfloat16, device="meta")
-    return align_with_rows(ids, num_experts, tile, num_shared, x)
+    groups = empty_groups(ids, num_experts, tile, num_shared)
+    fill_groups(groups, ids, num_experts, tile, num_shared, x, empty_rows(x))
+    return groups
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:

@@ -53,7 +53,7 @@ def experts(
     up, down = banks(scheme, num_experts, hidden, inter, num_shared)
     ids = empty(tokens, top_k, dtype=torch.int32)
     x = empty(tokens, hidden)
-    shared = None if num_shared else x
+    shared = None if num_shared else lambda: x
     return rows_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
 
 
