@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from hemiola.kernels.experts import (
     BF16,
     FP8,
     NVFP4,
+    End,
     ExpertWeights,
     align,
     align_with_rows,
@@ -212,7 +214,8 @@ def experts(
     down_: ExpertWeights,
     routed_scale: float,
     shared: Tensor | None,
-) -> Tensor:
+    end: End | None = None,
+) -> Any:
     """`kernels.experts.experts` for few pairs an expert, where `takes_experts` says so."""
     assert ids.dtype == torch.int32, f"ids are {ids.dtype}, and the kernels read int32"
     num_tokens, top_k = ids.shape
@@ -220,6 +223,7 @@ def experts(
     pairs_per_token = top_k + up.num_shared
     inter = up.codes.shape[1]
     if is_direct(scheme, num_tokens, pairs_per_token):
+        assert end is None, f"{num_tokens} tokens have no sum of their own"
         # Between the projections NVFP4's hidden lies as down's products read it, which spares every block the sorting.
         in_place = scheme == NVFP4 and inter % GROUP == 0
         width = 8 * words_per_row(inter) if in_place else inter
@@ -242,7 +246,7 @@ def experts(
     )  # fmt: skip
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
     project_groups(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
-    return combine(parts, pieces, top_k, routed_scale, shared)
+    return (end or combine)(parts, pieces, top_k, routed_scale, shared)
 
 
 def group_tile(scheme: int, per_expert: float) -> GroupTile:
