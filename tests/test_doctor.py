@@ -20,7 +20,7 @@ from hemiola.doctor import Diagnosis, Finding, covering_layers, probe
 from hemiola.ops import Variant, registered_ops, table
 from hemiola.synthetic import open_synthetic
 
-JOINED = ("norm_route", "norm_linears")  # what is called instead of others, where there is a variant
+JOINED = ("norm_route", "norm_linears", "experts_norm")  # what is called instead of others, where there is a variant
 CONFIG = EngineConfig(expanded_bytes=1 << 28)
 Patch = Callable[[Variant], list[Variant]]
 

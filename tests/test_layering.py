@@ -59,12 +59,13 @@ ONLY_IN = {
     "os": ("config/", "formats/", "quantize/", "cli/"),
 }
 # Compositions inside ops: the experts are made of the linears and the activation, on either arm, the decode step's
-# reference of its three parts, and what begins with a norm of that and what follows.
+# reference of its three parts, and what begins or ends with a norm of that and what it is joined to.
 OPS_SHARED = {"table", "kept", "resident", "layout", "epilogue"}
 OPS_COMPOSED = {
     "moe_experts": {"linear", "linear_fp8", "linear_nvfp4"},
     "mamba2_update": {"causal_conv1d", "ssd_update", "gated_rms_norm"},
     "norm_route": {"rms_norm", "moe_route"},
+    "experts_norm": {"moe_experts", "rms_norm"},
     "norm_linears": {"rms_norm", "linear", "linear_fp8", "linear_nvfp4"},
 }
 

@@ -8,7 +8,8 @@ its expert number p % (top_k + num_shared), those of the routing first. Two ways
   (`up_rows_kernel`, then `down_rows_kernel`, which also sums over a token's experts). Two launches.
 - More: pairs are grouped by expert in tiles of equal size, on the device (`align_kernel`); a program takes a tile of
   pairs and rows of weights, which are the wide side of a tensor core's product (`grouped_kernel`, for up and for down);
-  `combine_kernel` sums a token's pairs. Grids are bounds that follow from shapes; what lies past the end exits.
+  `combine_kernel` sums a token's pairs, or an `End` does so and goes on. Grids are bounds that follow from shapes; what
+  lies past the end exits.
 
 Both compute the same roundings; their sums run in different orders. What the pieces of the shared expert make of a
 token stays float32 until they are added: together they are one product.
@@ -16,6 +17,7 @@ token stays float32 until they are added: together they are one product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -51,6 +53,11 @@ BF16, FP8, NVFP4 = 0, 1, 2
 _BF16, _FP8, _NVFP4 = tl.constexpr(BF16), tl.constexpr(FP8), tl.constexpr(NVFP4)
 _LIFT = tl.constexpr(2.0**64)
 _COMPILED = tl.constexpr(not is_interpreted())
+
+
+End = Callable[[Tensor, Tensor | None, int, float, Tensor | None], Any]
+"""What takes the place of `combine`, with its arguments: the experts' op returns what it returns. Not for so few tokens
+that none is needed (`FEW_TOKENS`)."""
 
 
 class ExpertWeights(NamedTuple):
@@ -552,8 +559,10 @@ def experts(
     shared: Tensor | None,
     *,
     invariant: bool = False,
-) -> Tensor:
-    """The op `moe_experts`: x (T, in) bfloat16, ids (T, top_k) integers, weights (T, top_k) float32; (T, in) bfloat16.
+    end: End | None = None,
+) -> Any:
+    """The op `moe_experts`: x (T, in) bfloat16, ids (T, top_k) integers, weights (T, top_k) float32; (T, in) bfloat16,
+    or what `end` returns.
 
     x and shared: rows may lie apart, elements not. shared: what the shared expert made of the tokens, (T, in); None
     where there is none, or where its pieces are experts of the banks.
@@ -562,6 +571,7 @@ def experts(
     assert shared is None or not up.num_shared, "the shared expert twice"
     num_tokens, top_k = ids.shape
     if not invariant and num_tokens <= min(FEW_TOKENS[up.scheme], FEW_TOKENS[down.scheme]):
+        assert end is None, f"{num_tokens} tokens have no sum of their own"
         if up.scheme == down.scheme and (single := SINGLE_TILES.get(up.scheme)):
             single = _fitting(single)
             return experts_by_group(x, ids, weights, up, down, routed_scale, shared, single, single, single=True)
@@ -569,7 +579,7 @@ def experts(
         return experts_by_row(x, ids, weights, up, down, routed_scale, shared, *by_row)
     per_expert = 0.0 if invariant else pairs_per_expert(num_tokens, top_k, up)
     by_group = group_tiles(up, per_expert), group_tiles(down, per_expert, is_down=True)
-    return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *by_group)
+    return experts_by_group(x, ids, weights, up, down, routed_scale, shared, *by_group, end=end)
 
 
 def pairs_per_expert(num_tokens: int, top_k: int, bank: ExpertWeights) -> float:
@@ -643,11 +653,13 @@ def experts_by_group(
     down_tiles: GroupTiles,
     *,
     single: bool = False,
-) -> Tensor:
+    end: End | None = None,
+) -> Any:
     """`experts` with tensor cores. single: every pair is a tile of its own."""
     num_tokens, top_k = ids.shape
     pairs_per_token, inter, size = top_k + up.num_shared, up.codes.shape[1], x.shape[1]
     if num_tokens == 0:
+        assert end is None, "no tokens have no sum"
         return torch.empty(0, size, dtype=x.dtype, device=x.device)
     groups = None if single else align(ids, len(up.codes), up_tiles.pairs, up.num_shared)
     hidden = _empty_hidden(x, num_tokens * pairs_per_token, inter, down)
@@ -658,7 +670,7 @@ def experts_by_group(
         groups = align(ids, len(down.codes), down_tiles.pairs, down.num_shared)
     parts, pieces = empty_parts(x, num_tokens, top_k, down)
     grouped(hidden, 1, down, ids, groups, down_tiles, parts, pair_weights=weights, pieces=pieces)
-    return combine(parts, pieces, top_k, routed_scale, shared)
+    return (end or combine)(parts, pieces, top_k, routed_scale, shared)
 
 
 def empty_parts(x: Tensor, num_tokens: int, top_k: int, down: ExpertWeights) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,8 @@
 // out. Each block adds all blocks' sums, out of their shared memory and in their order, for a share of the tokens.
 //
 // Behind wgmma.cuh. Defined from outside: WGMMA_KERNEL (a name, by which a trace tells what it is for), and product(), a
-// wgmma of 64 rows, 16 columns and N tokens: see nvfp4_wgmma.py; with SPLITS also TILE_TOKENS and TILE_ROWS, of an item.
+// wgmma of 64 rows, 16 columns and N tokens: see nvfp4_wgmma.py; with SPLITS also TILE_TOKENS and TILE_ROWS, of an item,
+// and EARLY, or not.
 
 #ifndef WGMMA_KERNEL
 #define WGMMA_KERNEL wgmma_kernel
@@ -573,6 +574,11 @@ extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1) WGMMA_KERNEL(
 #else
 // --------------------------------------------------------------------------------- columns that a cluster shares out
 
+#ifdef EARLY
+constexpr bool IS_EARLY = true;
+#else
+constexpr bool IS_EARLY = false;
+#endif
 constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr u32 PART_BYTES = 16 * 64 * 2;  // of a result: 16 tokens, 64 rows
 static_assert(TOKENS * TILES * 2 * 64 * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
@@ -620,7 +626,7 @@ struct Consumer {
         Weights weights;
         const bool has_rows = unit * UNIT < num_rows;
         if (has_rows) weights.start(codes, scales, 0, unit, num_rows, row_bytes, item.first_step);
-        if (!(flags & 8)) gdc_wait();
+        if (!IS_EARLY) gdc_wait();
         if (!has_rows) {
             for (int step = item.first_step; step < item.last_step; step++) {
                 ring.wait_full();
@@ -723,7 +729,7 @@ struct Consumer {
     __device__ __forceinline__ void write(int first, int last) const {
         const int thread = threadIdx.x % WARPGROUP, token = thread / 8, piece = thread % 8;
         const u32 from = staging + token * 128 + (piece ^ token % 8) * 16;
-        if (flags & 8) gdc_wait();
+        if (IS_EARLY) gdc_wait();
         sync_warpgroup<2>(warpgroup);
         for (int part = first; part < last; part++) {
             const int own_token = part / TILES * 16 + token, row = unit * UNIT + part % TILES * 64 + piece * 8;
@@ -751,8 +757,8 @@ struct Consumer {
 // SPLITS 1 it is that of the kernel above. Nothing is kept between launches, and no memory but `out` is written.
 //
 // Rows of x lie x_stride elements apart, a multiple of 8, as is `columns`; num_rows is a multiple of 16, row_bytes of
-// 64: there are SPLITS such steps at least. flags: as above; 8 x is complete as soon as the kernel before this one lets this
-// one begin: then all but the writing is done beside it. Weights are read while it runs in any case.
+// 64: there are SPLITS such steps at least. flags: as above. Weights are read while the kernel before this one runs; with
+// EARLY x is complete as soon as that one lets this one begin, and all but the writing is done beside it.
 extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(3 * WARPGROUP, 1) WGMMA_KERNEL(
     const u16 *x, i64 x_stride, const u8 *codes, const u8 *scales, void *out, float alpha, float out_scale,
     int num_tokens, int num_rows, int columns, int row_bytes, int flags) {
@@ -781,7 +787,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(3 * 
             gdc_wait();
             gdc_launch_dependents();  // which may read what that kernel wrote
         };
-        if (!(flags & 8)) join();
+        if (!IS_EARLY) join();
         Copies copies(base, shared);
         u32 row_at[TOKENS / 16];  // in pieces
 #pragma unroll
@@ -789,7 +795,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(3 * 
             row_at[i] = (u32)(item.first_token + min(copies.first_row + i * 16, item.count - 1)) * (u32)(x_stride / 8);
         copies.run(x, columns, row_at, item.count, item.first_step, item.last_step);
         copies.tell_each(item.steps());
-        if (flags & 8) join();
+        if (IS_EARLY) join();
         if constexpr (SPLITS > 1) {
             __syncwarp();
             for (int i = 0; i < 2; i++) {

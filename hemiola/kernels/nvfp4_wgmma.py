@@ -12,20 +12,20 @@ of blocks adds its sums in the order of the blocks. Their number is all that bit
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from hemiola.kernels.cuda import CudaFunction, CudaModule, source_of
-from hemiola.kernels.experts import NVFP4, ExpertWeights, align, combine, empty_parts, pairs_per_expert
+from hemiola.kernels.experts import NVFP4, End, ExpertWeights, align, combine, empty_parts, pairs_per_expert
 from hemiola.kernels.launch import capability, num_sms, uses_pdl
 
 LINEAR, EXPERTS = "linear_wgmma_kernel", "experts_wgmma_kernel"
 SHARED_BYTES = 1024 + 4 * 32768 + 2 * 32768 + 4096
 THREADS = 384
-_RELU_SQUARED, _QUANTISED, _EARLY = 1, 4, 8
+_RELU_SQUARED, _QUANTISED = 1, 4
 _UNIT, _GROUP_BYTES, _WIDTHS = 128, 64, (32, 64, 96, 128)
 _SPLIT_ROWS, _MOST_SPLITS = (256, 128), 8
 
@@ -135,7 +135,8 @@ def experts(
     routed_scale: float,
     shared: Tensor | None,
     tile: WideTile | None = None,
-) -> Tensor:
+    end: End | None = None,
+) -> Any:
     """`kernels.experts.experts` for many pairs an expert, where `takes_experts` says so. No bit depends on the tile."""
     num_tokens, top_k = ids.shape
     tile = tile or experts_tile(num_tokens, top_k, up)
@@ -145,7 +146,7 @@ def experts(
     project(x, pairs_per_token, up, top_k, *groups, hidden, tile)
     parts, pieces = empty_parts(x, num_tokens, top_k, down)
     project(hidden, 1, down, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
-    return combine(parts, pieces, top_k, routed_scale, shared)
+    return (end or combine)(parts, pieces, top_k, routed_scale, shared)
 
 
 def project(
@@ -265,8 +266,7 @@ def linear(
     if isinstance(tile, SplitTile):
         items = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
         assert tile.splits <= row_bytes // _GROUP_BYTES, f"{tile} of {row_bytes // _GROUP_BYTES} steps"
-        flags |= _EARLY * early
-        split_function(tile, options).launch(
+        split_function(tile, (*options, *("-DEARLY",) * early)).launch(
             (items * tile.splits, 1, 1),
             (THREADS, 1, 1),
             (

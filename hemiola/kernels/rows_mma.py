@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from hemiola.kernels.experts import (
     BF16,
     FP8,
     NVFP4,
+    End,
     ExpertWeights,
     combine,
     empty_groups,
@@ -214,7 +216,8 @@ def experts(
     down_: ExpertWeights,
     routed_scale: float,
     shared: Callable[[], Tensor] | None,
-) -> Tensor:
+    end: End | None = None,
+) -> Any:
     """`kernels.experts.experts` for few pairs an expert, where `takes_experts` says so.
 
     shared: launches kernels that make the shared part of x, whose last one pairs are grouped beside. ids, and x, have
@@ -225,6 +228,7 @@ def experts(
     pairs_per_token = top_k + up.num_shared
     inter = up.codes.shape[1]
     if is_direct(scheme, num_tokens, pairs_per_token):
+        assert end is None, f"{num_tokens} tokens have no sum of their own"
         # Between the projections NVFP4's hidden lies as down's products read it, which spares every block the sorting.
         in_place = scheme == NVFP4 and inter % GROUP == 0
         width = 8 * words_per_row(inter) if in_place else inter
@@ -251,7 +255,7 @@ def experts(
     )  # fmt: skip
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
     project_groups(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
-    return combine(parts, pieces, top_k, routed_scale, part)
+    return (end or combine)(parts, pieces, top_k, routed_scale, part)
 
 
 def group_tile(scheme: int, per_expert: float) -> GroupTile:

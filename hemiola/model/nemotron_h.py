@@ -15,7 +15,7 @@ from hemiola.model.linear import Linear
 from hemiola.model.mixers.attention import AttentionMixer
 from hemiola.model.mixers.mamba2 import Mamba2Mixer
 from hemiola.model.mixers.mlp import MLPMixer
-from hemiola.model.mixers.moe import MoEMixer
+from hemiola.model.mixers.moe import Ended, MoEMixer
 from hemiola.model.specs import KVSpec, LayerCache, StateSpec
 from hemiola.ops import Ops
 from hemiola.tap import Tap
@@ -68,22 +68,36 @@ class NemotronH:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], tap: Tap | None = None) -> torch.Tensor:
         """One step. Returns the final-norm hidden state of every token, (T, hidden); caches are updated in place."""
-        x = self.ops.embedding(batch.token_ids, self.embeddings, self.dtype)
+        x: Any = self.ops.embedding(batch.token_ids, self.embeddings, self.dtype)
         residual: torch.Tensor | None = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            begun, residual = self._begun(layer, x, residual, tap)
-            x = layer.mixer(begun, batch, cache, tap)
+            begun, residual = x if isinstance(x, Ended) else self._begun(layer, x, residual, tap)
+            if isinstance(layer.mixer, MoEMixer) and tap is None:
+                x = layer.mixer(begun, batch, cache, tap, (residual, *self._norm_after(index)))
+            else:
+                x = layer.mixer(begun, batch, cache, tap)
             if tap is not None:
                 tap(f"layers.{index}.output", residual + x)
-        hidden: torch.Tensor = self.ops.rms_norm(x, residual, self.norm_f, self.config.norm_eps)[0]
+        ended = x if isinstance(x, Ended) else self.ops.rms_norm(x, residual, self.norm_f, self.config.norm_eps)
+        hidden: torch.Tensor = ended[0]
         return hidden
 
     def _begun(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None, tap: Tap | None) -> Any:
         """What the mixer starts from, and the new residual: the normed input, or what the norm and the mixer's first op
-        give in one. With a tap, which may ask for what lies between, they are two."""
+        give in one. With a tap, which may ask for what lies between, they are two.
+
+        Not asked where the layer before is `Ended` with the norm. So no op is lost that begins with it: those are for
+        few tokens, `experts_norm` for more."""
         mixer, norm = layer.mixer, (layer.norm_weight, self.config.norm_eps)
         begun = mixer.begin(x, residual, *norm) if tap is None else None
         return begun or self.ops.rms_norm(x, residual, *norm, mixer.input_scale)
+
+    def _norm_after(self, index: int) -> tuple[torch.Tensor, float, float | None]:
+        """The norm of a layer's output, the next layer's or the last: what `rms_norm` takes behind the residual."""
+        if index + 1 == len(self.layers):
+            return self.norm_f, self.config.norm_eps, None
+        after = self.layers[index + 1]
+        return after.norm_weight, self.config.norm_eps, after.mixer.input_scale
 
     def logits(self, hidden: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         """hidden: (n, hidden) rows of `forward`. Returns (n, vocab) in the activation dtype."""

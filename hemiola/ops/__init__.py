@@ -3,6 +3,7 @@
 from hemiola.ops import (  # noqa: F401  (imported for their registrations)
     causal_conv1d,
     embedding,
+    experts_norm,
     gated_rms_norm,
     kv_write,
     linear,

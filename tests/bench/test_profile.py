@@ -13,7 +13,17 @@ from rich.console import Console
 from hemiola.bench.profile import IDLE, REST, as_rows, part_of, profile
 from hemiola.bench.traffic import Traffic
 from hemiola.cli.bench import _parts
-from hemiola.kernels import align, fp8_wgmma, mamba2_update, norm_linear, nvfp4_wgmma, rms_norm, router, rows_mma
+from hemiola.kernels import (
+    align,
+    combine_norm,
+    fp8_wgmma,
+    mamba2_update,
+    norm_linear,
+    nvfp4_wgmma,
+    rms_norm,
+    router,
+    rows_mma,
+)
 
 KERNELS = Path(rows_mma.__file__).parent
 TRAFFIC = Traffic(experts=8_000_000, other_weights=2_000_000, states=4_000_000, kv=0)
@@ -35,6 +45,7 @@ def launched() -> list[str]:
 IN_CUDA = (
     *(rows_mma.LINEAR, rows_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL, router.KERNEL),
     *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE, norm_linear.KERNEL, fp8_wgmma.KERNEL),
+    combine_norm.KERNEL,
 )
 
 
@@ -46,7 +57,7 @@ def test_every_kernel_belongs_to_a_part(kernel: str) -> None:
 def test_kernels_are_told_apart() -> None:
     assert len(launched()) > 20
     assert part_of(rows_mma.LINEAR) == part_of("nvjet_sm90_qqtst_128x8_128x12_4x1_v_bz_TNT") == "linears"
-    assert part_of(rows_mma.EXPERTS) == part_of("combine_kernel") == "experts"
+    assert part_of(rows_mma.EXPERTS) == part_of("combine_kernel") == part_of(combine_norm.KERNEL) == "experts"
     assert part_of("_combine_kernel") == "attention"
     assert part_of(mamba2_update.KERNEL) == "states"
     assert part_of("logits_rows_kernel") == part_of(router.KERNEL) == "router"

@@ -46,6 +46,14 @@ class Routed(NamedTuple):
     weights: torch.Tensor
 
 
+class Ended(NamedTuple):
+    """What comes after the layer is begun with, as `rms_norm` gives it: x, the layer's output added and normed, (T,
+    hidden), or codes for the next mixer; residual: the new one."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+
+
 class MoEMixer:
     def __init__(
         self,
@@ -80,14 +88,21 @@ class MoEMixer:
         return Routed(x, ids, weights)
 
     def __call__(
-        self, x: torch.Tensor | Routed, batch: ForwardBatch, cache: LayerCache, tap: Tap | None
-    ) -> torch.Tensor:
-        """x: the normed input, or that with its experts, where they have been begun with."""
+        self,
+        x: torch.Tensor | Routed,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        tap: Tap | None,
+        then: tuple[Any, ...] | None = None,
+    ) -> torch.Tensor | Ended:
+        """x: the normed input, or that with its experts, where they have been begun with. then: the norm that comes
+        after the layer, as `rms_norm` takes it behind x; where one op does both, the layer is ended with it."""
         x, ids, weights = x if isinstance(x, Routed) else self.route(x)
         if self.latent is None:
-            routed: torch.Tensor = self.ops.moe_experts(
-                x, ids, weights, self.up, self.down, self.routed_scaling_factor, self.together, tap=tap
-            )
+            given = (x, ids, weights, self.up, self.down, self.routed_scaling_factor, self.together)
+            if then is not None and self.ops.takes("experts_norm", ("moe_experts", "rms_norm"), given, *then):
+                return Ended(*self.ops.experts_norm(given, *then))
+            routed: torch.Tensor = self.ops.moe_experts(*given, tap=tap)
             return routed
         shared = None if self.shared is None else self.shared.feed(x, tap)
         inputs = self.latent[0](x, tap)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import nvfp4_wgmma, router, rows_mma
-from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, empty_codes, experts
+from hemiola.kernels.experts import BF16, FP8, NVFP4, End, ExpertWeights, empty_codes, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.kernels.tiles import TILE, write_tiles
@@ -109,7 +109,9 @@ def run(
     tap: Tap | None = None,
     resident: ResidentWeights,
     invariant: bool,
-) -> Tensor:
+    end: End | None = None,
+) -> Any:
+    """end: as `kernels.experts` takes it."""
     first, second = banks(Experts(up, down, shared), resident)
     ids, shared_part = ids.to(torch.int32).contiguous(), None
     # Pieces have every token: from so many on the linears' kernels, which read a weight once, are faster.
@@ -117,11 +119,11 @@ def run(
         shared_part = partial(_shared_part, x, shared, resident, invariant)
         first, second = first._replace(num_shared=0), second._replace(num_shared=0)  # no id leads to a piece
     if not invariant and rows_mma.takes_experts(x, first, second, *ids.shape):
-        return rows_mma.experts(x, ids, weights, first, second, routed_scale, shared_part)
+        return rows_mma.experts(x, ids, weights, first, second, routed_scale, shared_part, end)
     part = shared_part() if shared_part else None
     if nvfp4_wgmma.takes_experts(x, first, second, len(ids), ids.shape[1], invariant):
-        return nvfp4_wgmma.experts(x, ids, weights, first, second, routed_scale, part)
-    return experts(x, ids, weights, first, second, routed_scale, part, invariant=invariant)
+        return nvfp4_wgmma.experts(x, ids, weights, first, second, routed_scale, part, end=end)
+    return experts(x, ids, weights, first, second, routed_scale, part, invariant=invariant, end=end)
 
 
 def _shared_part(x: Tensor, shared: SharedExpert, resident: ResidentWeights, invariant: bool) -> Tensor:
