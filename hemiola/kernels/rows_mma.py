@@ -81,12 +81,12 @@ DIRECT = {
         (RowsTile(8, 2, 2, 4), DownTile(1, 2)),
     ),
     FP8: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)), *[(RowsTile(8, 4, 2, 4), DownTile(2, 2))] * 3),
-    BF16: ((RowsTile(8, 2, 4, 4), DownTile(2, 2)),) * 4,
+    BF16: ((RowsTile(8, 1, 4, 8), DownTile(2, 2)), *[(RowsTile(8, 2, 4, 4), DownTile(2, 2))] * 3),
 }
 DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would have too few registers
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
-    NVFP4: ((7.0, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 8, 3, 2)), (24.0, GroupTile(24, 16, 3, 1))),
+    NVFP4: ((4.5, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 8, 3, 2)), (24.0, GroupTile(24, 16, 3, 1))),
     FP8: ((3.7, GroupTile(8, 8, 3, 3, 3)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 20, 3, 1))),
     BF16: ((3.7, GroupTile(8, 8, 3, 3, 6)), (7.5, GroupTile(16, 10, 3, 2)), (30.0, GroupTile(24, 20, 3, 1))),
 }

@@ -27,7 +27,7 @@ from hemiola.tap import Tap
 
 _LINEAR = {Scheme.PLAIN: linear, Scheme.FP8: linear_fp8, Scheme.NVFP4: linear_nvfp4}
 # By scheme: most for which pieces of the shared expert are faster than linears.
-TOGETHER_TOKENS = {NVFP4: 24, FP8: 32, BF16: 32}
+TOGETHER_TOKENS = {NVFP4: 48, FP8: 48, BF16: 16}
 _PIECE_COLUMNS = 16  # a block of NVFP4, so that a piece of down_proj has whole ones
 
 

@@ -20,11 +20,11 @@ def experts(tokens: int, top_k: int, num_experts: int, hidden: int, inter: int, 
     return nvfp4_wgmma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, None)
 
 
-def of_splits(splits: int) -> None:
+def of_splits(splits: int, early: bool) -> None:
     words, scales = (empty(3712, n, dtype=torch.int32) for n in (336, 42))
     for tile in nvfp4_wgmma.split_tiles(splits):
         if tile.splits == splits:
-            nvfp4_wgmma.linear(empty(512, 2688), words, scales, 3712, 0.1, True, 0.1, tile)
+            nvfp4_wgmma.linear(empty(512, 2688), words, scales, 3712, 0.1, True, 0.1, tile, early=early)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
@@ -32,7 +32,8 @@ def cases() -> Iterable[tuple[str, Callable[[], object]]]:
         yield f"linear-{tokens}", partial(linear, tokens, 3712, 2688)
         yield f"linear-down-{tokens}", partial(linear, tokens, 2688, 3712)
     for splits in range(1, 9):
-        yield f"linear-of-{splits}", partial(of_splits, splits)
+        yield f"linear-of-{splits}", partial(of_splits, splits, False)
+        yield f"early-of-{splits}", partial(of_splits, splits, True)
     yield "experts-8192", partial(experts, 8192, 6, 128, 2688, 1856, 0)
     yield "joined-8192", partial(experts, 8192, 6, 128, 2688, 1856, 2)
 
