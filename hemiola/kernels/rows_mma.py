@@ -87,8 +87,8 @@ DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would h
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
     NVFP4: ((4.5, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 8, 3, 2)), (24.0, GroupTile(24, 16, 3, 1))),
-    FP8: ((3.7, GroupTile(8, 8, 3, 3, 3)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 20, 3, 1))),
-    BF16: ((3.7, GroupTile(8, 8, 3, 3, 6)), (7.5, GroupTile(16, 10, 3, 2)), (30.0, GroupTile(24, 20, 3, 1))),
+    FP8: ((3.7, GroupTile(8, 8, 3, 3, 6)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 20, 3, 1))),
+    BF16: ((3.7, GroupTile(8, 8, 3, 3, 6)), (7.5, GroupTile(16, 10, 3, 2)), (30.0, GroupTile(24, 20, 2, 1, 2))),
 }
 
 

@@ -31,7 +31,9 @@ pytestmark = [
 ]
 
 LIGHTNING = (64, 64, 8, 128)  # heads, head_dim, groups, state_size
-ALL_TILES = [Tile(h, r, s) for (h, r), s in product(((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16)), (True, False))]
+ALL_TILES = [
+    Tile(h, r, s) for (h, r), s in product(((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16), (4, 8)), (True, False))
+]
 SHAPES = [
     (1, *LIGHTNING),
     (5, *LIGHTNING),
