@@ -1,4 +1,4 @@
-"""What a benchmark says about its machine: versions, clocks, copy bandwidth, and what NVML reads of its GPU.
+"""What a benchmark says about its machine: versions, clocks, memory bandwidth, and what NVML reads of its GPU.
 
 The GPU's own counters come through NVML (the `nvml` extra); without it the document says so.
 """
@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,7 +48,7 @@ def commit() -> str | None:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int = COPY_BYTES, repeats: int = 10) -> dict[str, Any]:
-    """Bytes read and written per second by the fastest of torch's ways to copy: what memory gives at best."""
+    """Bytes read and written per second by the fastest of torch's ways to copy."""
     source = torch.zeros(num_bytes // 16, dtype=torch.complex128, device=device)
     target = torch.empty_like(source)
     words, other = source.view(torch.float32), target.view(torch.float32)
@@ -58,6 +59,19 @@ def copy_bandwidth(device: torch.device, num_bytes: int = COPY_BYTES, repeats: i
     rates = {name: 2 * num_bytes / _seconds(way, device, repeats) for name, way in ways.items()}
     best = max(rates, key=lambda name: rates[name])
     return {"bytes_per_s": rates[best], "way": best, "bytes": num_bytes, "all": rates}
+
+
+def read_bandwidth(device: torch.device, num_bytes: int = COPY_BYTES, repeats: int = 10) -> dict[str, Any]:
+    """Bytes read per second where nothing is written: what weights could be streamed at, faster than a copy. On a GPU
+    by `kernels.read`, elsewhere by torch's sum."""
+    words = torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        from hemiola.kernels.read import read  # Triton is not everywhere
+
+        way, run = "read_kernel", partial(read, words)
+    else:
+        way, run = "sum of int32", partial(torch.sum, words)
+    return {"bytes_per_s": num_bytes / _seconds(run, device, repeats), "way": way, "bytes": num_bytes}
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:

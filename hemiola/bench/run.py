@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from hemiola.bench.cells import SEED, STANDARD_CELLS, Cell, Driver, measure
-from hemiola.bench.machine import COPY_BYTES, copy_bandwidth, describe_device, gpu_address, versions
+from hemiola.bench.machine import (
+    COPY_BYTES,
+    copy_bandwidth,
+    describe_device,
+    gpu_address,
+    read_bandwidth,
+    versions,
+)
 from hemiola.bench.profile import as_rows, profile
 from hemiola.bench.start import Started, start
 from hemiola.bench.trace import trace
@@ -79,8 +86,10 @@ def run_bench(
     emit({"event": "gpu", "address": gpu_address(started.device)})
     phases = {**({} if imports_s is None else {"imports": imports_s}), **started.phases, "first_tokens": first_s}
     on_gpu = started.device.type == "cuda"
-    emit({"event": "next", "what": "copy bandwidth"})
-    copies = copy_bandwidth(started.device, COPY_BYTES if on_gpu else 1 << 26)
+    emit({"event": "next", "what": "memory bandwidth"})
+    copies, reads = (
+        measured(started.device, COPY_BYTES if on_gpu else 1 << 26) for measured in (copy_bandwidth, read_bandwidth)
+    )
     cells = []
     windows = 0
     for cell in options.cells:
@@ -112,6 +121,7 @@ def run_bench(
         "start_s": {**phases, "together": sum(phases.values())},
         "memory": _memory(started),
         "copy": copies,
+        "read": reads,
         "cells": cells,
         "conditions": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

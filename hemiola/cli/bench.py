@@ -222,7 +222,7 @@ def show(document: dict[str, Any]) -> None:
         brought = memory["weights_resident"]
         lines.append(f"weights: {brought / 1e9:.3f} GB / {weights_s:.2f} s = {brought / weights_s / 1e9:.2f} GB/s")
     sizes = ", ".join(f"{name} {memory[name] / 1e9:.3f}" for name in _SIZES if memory.get(name))
-    for line in [*lines, f"memory, GB: {sizes}", _copied(document["copy"]), *document["compared"]]:
+    for line in [*lines, f"memory, GB: {sizes}", _rates(document), *document["compared"]]:
         console.print(line if line.startswith((*Mark, "declined")) else word + line, markup=False)
     for row in document["cells"]:
         if "refused" in row:
@@ -275,8 +275,10 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
         yield f"{Mark.UNSTEADY} {row['cell']}: {nvml['unsteady']}"
 
 
-def _copied(copy: dict[str, Any]) -> str:
-    return f"copy: {copy['bytes_per_s'] / 1e9:,.0f} GB/s ({copy['way']})"
+def _rates(document: dict[str, Any]) -> str:
+    return "memory: " + ", ".join(
+        f"{kind} {document[kind]['bytes_per_s'] / 1e9:,.0f} GB/s ({document[kind]['way']})" for kind in ("copy", "read")
+    )
 
 
 _SIZES = ("weights_stored", "weights_resident", "caches", "graphs", "allocated", "reserved", "device_used")

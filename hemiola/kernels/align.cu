@@ -42,12 +42,15 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
     extern __shared__ __align__(16) int memory[];
     __shared__ int counts[NUM_EXPERTS];
     const int thread = threadIdx.x, lane = thread % 32, num_tokens = num_ids / TOP_K;
+    const auto join = [] {
+        gdc_wait();
+        gdc_launch_dependents();
+    };
     if (blockIdx.x >= expert_blocks) {
         const int token = blockIdx.x - expert_blocks, width = (columns + 127) / 128 * 128;
         u16 *row = (u16 *)memory;
         for (int c = columns + thread; c < width; c += FEW_THREADS) row[c] = 0;
-        if (!is_early) gdc_wait();
-        gdc_launch_dependents();
+        if (!is_early) join();
         for (int i = thread; i < columns / 8; i += FEW_THREADS)
             ((uint4 *)row)[i] = load_piece(x + token * x_stride + i * 8);
         __syncthreads();
@@ -59,13 +62,12 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
             for (int e = 0; e < 8; e++) eight.v[e] = from[(e / 2 + e % 2 * 4) * 8];
             ((Eight *)(x_in_place + (long long)token * width))[i] = eight;
         }
-        gdc_wait();
+        if (is_early) join();
         return;
     }
     for (int e = thread; e < NUM_EXPERTS; e += FEW_THREADS) counts[e] = e < ROUTED ? 0 : num_tokens;
     __syncthreads();
-    if (!is_early) gdc_wait();
-    gdc_launch_dependents();
+    if (!is_early) join();
     for (int at = thread; at < num_ids; at += FEW_THREADS) {
         const int id = load_id(ids + at);
         memory[at] = id;
@@ -95,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
             placed += __popc(own);
         }
     }
-    gdc_wait();  // what comes after this kernel may rely on those before
+    if (is_early) join();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) align_count_kernel(

@@ -38,7 +38,7 @@ class Geometry(NamedTuple):
 
 
 # By the most rows that a tile is for. No bit depends on the tile.
-TILES = ((4, Tile(1, 4)), (128, Tile(4, 8, streams=False)), (1 << 30, Tile(2, 8, streams=False)))
+TILES = ((4, Tile(1, 4)), (64, Tile(4, 8, streams=False)), (1 << 30, Tile(2, 8, streams=False)))
 _OTHERWISE = Tile(1, 8)
 
 

@@ -196,6 +196,7 @@ def document() -> dict[str, Any]:
         "start_s": {"weights": 2.0, "together": 2.0},
         "memory": {"weights_resident": 1_000_000_000},
         "copy": {"bytes_per_s": 1e9, "way": "copy_"},
+        "read": {"bytes_per_s": 2e9, "way": "read_kernel"},
         "cells": [row],
         "conditions": {
             "device": {"type": "cuda", "name": "GPU X", "driver": "580.1"},
@@ -226,6 +227,7 @@ def test_every_line_with_a_figure_begins_with_ungated_where_nothing_vouches(
     assert len(figures) >= 7
     assert all(line.startswith("UNGATED") for line in figures), "\n".join(lines)
     assert "UNGATED weights: 1.000 GB / 2.00 s = 0.50 GB/s" in lines
+    assert "UNGATED memory: copy 1 GB/s (copy_), read 2 GB/s (read_kernel)" in lines
     assert "UNGATED prefill of decode 2 x 8: 2 x 8 = 16 tokens / 0.0100 s = 1,600 tokens/s" in "\n".join(lines)
 
     engine, machine = seen.document["engine"], {**MACHINE, "versions": versions()}

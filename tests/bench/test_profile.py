@@ -30,7 +30,7 @@ TRAFFIC = Traffic(experts=8_000_000, other_weights=2_000_000, states=4_000_000, 
 
 
 def launched() -> list[str]:
-    """Names of kernels that a module of the package launches as `name[grid](...)`, packing of weights aside."""
+    """Names of kernels that a module of the package launches as `name[grid](...)`, those of no step aside."""
     names = set()
     for file in KERNELS.glob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text())))
@@ -39,7 +39,7 @@ def launched() -> list[str]:
             is_launch = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
             if is_launch and isinstance(node.func.value, ast.Name) and node.func.value.id in compiled:
                 names.add(node.func.value.id)
-    return sorted(names - {"pack_words_kernel"})
+    return sorted(names - {"pack_words_kernel", "read_kernel"})
 
 
 IN_CUDA = (

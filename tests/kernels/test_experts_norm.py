@@ -61,7 +61,7 @@ def test_the_experts_end_with_the_norm(
         )
 
     monkeypatch.setattr(kernel, "combine_norm", both)
-    monkeypatch.setattr(moe_experts, "TOGETHER_TOKENS", most)
+    monkeypatch.setattr(moe_experts, "TOGETHER_TOKENS", dict.fromkeys(moe_experts.TOGETHER_TOKENS, most))
     experts, residual, norm_weight = given(device.FEW + 1, shared_inter)
     resident = ResidentWeights(torch.device("cpu"))
     y, total = device.run(experts, residual, norm_weight, *NORM, resident=resident, invariant=invariant)
