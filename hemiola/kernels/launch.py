@@ -4,8 +4,8 @@ With programmatic dependent launch a kernel may start while the one before it in
 (`gdc_wait`) before it reads what earlier kernels wrote and before it writes anything; what it does before that, such as
 loading weights, overlaps. Every kernel that is launched so has to wait: a kernel's end vouches for all before it. And
 it calls `gdc_launch_dependents` behind its wait, not before: so a kernel that starts finds all ended but the two before
-it, of which mamba2_update.cu makes use. And what the kernel before it waited for has ended: where it reads nothing else,
-it need not wait first (`early`, in nvfp4_wgmma.cu and align.cu), and align.cu even writes, where nothing else is.
+it, of which mamba2_update.cu makes use. And what the kernel before it waited for has ended: a kernel that reads nothing
+else need not wait first (`early`, in nvfp4_wgmma.cu and align.cu), and align.cu writes what nobody else uses, too.
 """
 
 from __future__ import annotations

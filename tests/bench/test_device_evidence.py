@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.device_evidence import ALONE, Step, phases, run_phases
+from benchmarks.device_evidence import ALONE, Phase, Step, phases, run_phases
 from hemiola.cli import app
 
 ROOT = Path(__file__).parents[2]
-STEPS = {step.name: step.arguments for phase in phases(Path("out")) for step in phase}
+STEPS = {step.name: step.arguments for phase in phases(Path("out")) for step in phase.steps}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -36,10 +37,11 @@ def test_what_the_many_tests_leave_out_runs_alone() -> None:
 
 
 def test_all_records_are_in_one_folder_and_gates_come_first() -> None:
-    first, second, _ = phases(Path("out"))
-    for step in (*first[1:], *second[:-1]):
+    first, second, third = phases(Path("out"))
+    for step in (*first.steps[1:], *third.steps[:-1]):
         assert str(Path("out/records")) in step.arguments
-    assert [step.name for step in first if step.name.startswith("gates")] == ["gates", "gates-invariant"]
+    assert [step.name for step in first.steps[1:]] == ["gates", "gates-invariant"]
+    assert [first.is_alone, second.is_alone, third.is_alone] == [False, True, True]
 
 
 def test_a_phase_waits_for_the_one_before_and_a_gpu_has_one_step(tmp_path: Path) -> None:
@@ -57,8 +59,12 @@ note("begin"); time.sleep(0.2); print("told"); note("end"); sys.exit(int(sys.arg
         return Step(name, ("-c", say, name, str(status)))
 
     told: list[str] = []
-    done = run_phases([[step("a"), step("b", 3), step("c")], [step("d")]], ["4", "7"], tmp_path, told.append)
+    asked = [Phase((step("a"), step("b", 3), step("c"))), Phase((step("d"),))]
+    done = run_phases(asked, ["4", "7"], tmp_path, told.append)
     assert {row["step"]: row["status"] for row in done} == {"a": 0, "b": 3, "c": 0, "d": 0}
+    assert json.loads((tmp_path / "evidence.json").read_text()) == [
+        row | {"command": [*row["command"]]} for row in done
+    ]
     lines = [line.split() for line in seen.read_text().splitlines()]
     assert all(gpu == cache for _, _, gpu, cache in lines)
     assert lines[-2:] == [["begin", "d", lines[-1][2], lines[-1][2]], ["end", "d", lines[-1][2], lines[-1][2]]]
@@ -68,3 +74,20 @@ note("begin"); time.sleep(0.2); print("told"); note("end"); sys.exit(int(sys.arg
     assert {gpu for *_, gpu, _ in lines[:2]} == {"4", "7"}, "side by side"
     assert all((tmp_path / f"{name}.log").read_text() == "told\n" for name in "abcd")
     assert [line for line in told if "ended with 3" in line]
+
+
+def test_where_nothing_is_timed_a_gpu_has_many_steps(tmp_path: Path) -> None:
+    """Each begins before any ends."""
+    wait = f"""
+import sys, time
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+(folder / f"begun-{{sys.argv[1]}}").touch()
+until = time.monotonic() + 20
+while len(list(folder.glob("begun-*"))) < 3:
+    if time.monotonic() > until: sys.exit(1)
+    time.sleep(0.01)
+"""
+    steps = tuple(Step(name, ("-c", wait, name)) for name in "abc")
+    done = run_phases([Phase(steps, is_alone=False)], ["0"], tmp_path, lambda text: None)
+    assert [row["status"] for row in done] == [0, 0, 0]

@@ -94,11 +94,13 @@ class Linear(NamedTuple):
         relu_squared: bool = False,
         out_scale: float | None = None,
         invariant: bool = False,
+        early: bool = False,
     ) -> Tensor:
         """In memory that was full of NaN."""
         out_size = len(self.dense)
         torch.full((len(x), out_size), torch.nan, dtype=torch.bfloat16, device="cuda")
-        return nvfp4_wgmma.linear(x, *self.packed, out_size, self.alpha, relu_squared, out_scale, tile, SAFE, invariant)
+        epilogue = (self.alpha, relu_squared, out_scale)
+        return nvfp4_wgmma.linear(x, *self.packed, out_size, *epilogue, tile, SAFE, invariant, early)
 
 
 def linear(out_size: int, in_size: int, num_tokens: int = 700) -> Linear:
@@ -140,6 +142,8 @@ def test_columns_that_a_cluster_shares_out(out_size: int, in_size: int, splits: 
             for _ in range(3):
                 result = case.run(case.x[512 - num_tokens :], tile)
                 assert torch.equal(result, together[512 - num_tokens :]), (tile, num_tokens)
+            early = case.run(case.x[512 - num_tokens :], tile, early=True)
+            assert torch.equal(early, together[512 - num_tokens :]), (tile, num_tokens)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
