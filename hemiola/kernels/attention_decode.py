@@ -20,7 +20,15 @@ import torch
 import triton
 import triton.language as tl
 
-from hemiola.kernels.launch import gdc_launch_dependents, gdc_wait, is_interpreted, launch_options, num_sms, uses_pdl
+from hemiola.kernels.launch import (
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_interpreted,
+    launch_options,
+    num_sms,
+    uses_pdl,
+)
 
 LOG2_E = 1.4426950408889634
 
@@ -38,6 +46,8 @@ class DecodeTiling:
 
 
 DEFAULT = DecodeTiling()
+HOPPER = DecodeTiling(num_stages=4)  # two programs of heads of up to HOPPER_DIM still fit a multiprocessor
+HOPPER_DIM = 128
 # Boundaries of the splits at fixed token counts, whatever the other rows and the width of the table.
 INVARIANT_SPLIT_TOKENS = 1024
 
@@ -308,15 +318,16 @@ def attention_decode(
     v_scale: float,
     *,
     invariant: bool = False,
-    tiling: DecodeTiling = DEFAULT,
+    tiling: DecodeTiling | None = None,
 ) -> torch.Tensor:
     """q: (R, Hq, D) bfloat16, unit stride along D. k_cache, v_cache: (blocks, block_size, Hkv, D) bfloat16 or e4m3, of
     equal strides, unit along D; k_scale and v_scale multiply an e4m3 cache and are ignored otherwise. block_table: (R,
     max_blocks) int32. seq_lens: (R,) int32; 0 gives zeros. Returns (R, Hq, D) bfloat16, contiguous.
 
-    invariant: a row's bits depend on the row alone.
+    invariant: a row's bits depend on the row alone. tiling: None takes the GPU's.
     """
     num_rows, num_heads, head_dim = q.shape
+    tiling = tiling or (HOPPER if capability() == 90 and head_dim <= HOPPER_DIM else DEFAULT)
     block_size, kv_heads = k_cache.shape[1:3]
     assert k_cache.stride() == v_cache.stride(), "the two caches have different strides"
     assert q.stride(2) == k_cache.stride(3) == block_table.stride(1) == 1, "a last dimension is not contiguous"
