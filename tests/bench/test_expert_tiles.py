@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import expert_tiles
-from benchmarks.expert_tiles import candidate, in_turns, name_of, put
-from hemiola.bench import cell
+from benchmarks.expert_tiles import SETTLING, candidate, in_turns, name_of, put
 from hemiola.kernels.experts import BF16, NVFP4
 from hemiola.kernels.rows_mma import DIRECT, GROUP_TILES, DownTile, GroupTile, RowsTile, group_tile
 
@@ -49,9 +49,18 @@ def test_tiles_of_few_tokens_have_their_own_table(monkeypatch: pytest.MonkeyPatc
 
 
 def test_each_has_its_turn_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn is timed from the end of the steps in which it settles to the end of its own."""
     taken: list[str] = []
-    steps = iter(range(1, 100))
-    monkeypatch.setattr(expert_tiles, "measure", lambda driver, asked, repeats: {"ms_per_step": float(next(steps))})
-    times = in_turns(None, cell("decode", "2"), ["a", "b", "c"], taken.append, 3)  # type: ignore[arg-type]
+    done, clock = [0], [0.0]  # steps; seconds, of which a turn's steps take as many milliseconds as there were turns
+
+    def step() -> None:
+        done[0] += 1
+        clock[0] += 1.0 if (done[0] - 1) % (SETTLING + 5) < SETTLING else len(taken) / 1000
+
+    driver = SimpleNamespace(engine=SimpleNamespace(step=step), synchronize=lambda: None)
+    monkeypatch.setattr(expert_tiles.time, "perf_counter", lambda: clock[0])
+    times = in_turns(driver, ["a", "b", "c"], taken.append, 3, 5)  # type: ignore[arg-type]
     assert "".join(taken) == "abccbaabc"
-    assert times == {"a": [1.0, 6.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 4.0, 9.0]}
+    assert done[0] == 9 * (SETTLING + 5)
+    expected = {"a": [1.0, 6.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 4.0, 9.0]}
+    assert all(times[name] == pytest.approx(expected[name]) for name in expected)
