@@ -23,6 +23,7 @@ import torch
 import hemiola
 
 COPY_BYTES = 2 << 30
+AT_ONCE = 8  # reads, or copies, that are timed together
 SOURCES = (".py", ".cu", ".cuh")  # of the package, that decide what it computes
 
 
@@ -75,21 +76,23 @@ def read_bandwidth(device: torch.device, num_bytes: int = COPY_BYTES, repeats: i
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of one call."""
+    """Median time of one call, of AT_ONCE on end: a GPU waits for the host's launch of the first alone."""
     times: list[float] = []
     for _ in range(repeats + 1):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            run()
+            for _ in range(AT_ONCE):
+                run()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / 1000)
         else:
             begin = time.perf_counter()
-            run()
+            for _ in range(AT_ONCE):
+                run()
             times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
+    return statistics.median(times[1:]) / AT_ONCE
 
 
 class Nvml:

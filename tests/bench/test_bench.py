@@ -17,7 +17,7 @@ import hemiola
 import hemiola.bench.__main__ as process
 from hemiola.bench import Cell, Observation, WindowError, cell
 from hemiola.bench.cells import SHORT_OUTPUT, Driver, Run, measure
-from hemiola.bench.machine import copy_bandwidth, read_bandwidth, source_facts
+from hemiola.bench.machine import _seconds, copy_bandwidth, read_bandwidth, source_facts
 from hemiola.bench.run import BenchOptions, engine_config, run_bench
 from hemiola.bench.trace import covered
 from hemiola.bench.traffic import decode_traffic, distinct_experts
@@ -209,6 +209,16 @@ def test_the_sources_are_known_without_a_repository(
 def test_copying_is_measured_in_bytes_read_and_written() -> None:
     copies = copy_bandwidth(torch.device("cpu"), 1 << 20, repeats=3)
     assert copies["bytes_per_s"] == max(copies["all"].values()) > 1e8
+
+
+def test_what_is_timed_together_is_divided_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("hemiola.bench.machine.time.perf_counter", lambda: clock[0])
+
+    def run() -> None:
+        clock[0] += 0.25
+
+    assert _seconds(run, torch.device("cpu"), repeats=3) == 0.25
 
 
 def test_reading_is_measured_in_bytes_read(monkeypatch: pytest.MonkeyPatch) -> None:
