@@ -4,7 +4,7 @@
 
 Run it in the root of the source tree; hemiola need not be installed. Where nothing is timed, all steps of a phase run
 side by side; where something is, a GPU has one at a time, and a phase begins when the one before has ended. On one H200
-with 16 cores about ten minutes are expected. Written into OUT: a log of each step, a document of each gate and
+with 16 cores about twelve minutes are expected. Written into OUT: a log of each step, a document of each gate and
 measurement, the records that they share (`hemiola report OUT/records`), and evidence.json: command, GPU, seconds and
 exit status of what has ended so far. Exit status: 0 where all are, else 1.
 """
