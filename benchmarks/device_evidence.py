@@ -85,11 +85,10 @@ def run_phases(
     asked: Iterable[Phase], gpus: Sequence[str], out: Path, tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """What became of each step, in the order of their ends; also in OUT/evidence.json, from the first end on."""
-    free: SimpleQueue[str] = SimpleQueue()
     done: list[dict[str, Any]] = []
     writing = Lock()
 
-    def run(step: Step) -> None:
+    def run(step: Step, free: SimpleQueue[str]) -> None:
         gpu = free.get()
         cache = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TRITON_CACHE_DIR": f"{cache}-{gpu}"}
@@ -110,13 +109,12 @@ def run_phases(
         tell(f"{step.name} ended with {status} after {seconds} s")
 
     for phase in asked:
-        while not free.empty():
-            free.get()
+        free: SimpleQueue[str] = SimpleQueue()
         places = len(gpus) if phase.is_alone else max(len(gpus), len(phase.steps))
         for place in range(places):
             free.put(gpus[place % len(gpus)])
         with ThreadPoolExecutor(places) as pool:
-            for ended in [pool.submit(run, step) for step in phase.steps]:
+            for ended in [pool.submit(run, step, free) for step in phase.steps]:
                 ended.result()
     return done
 

@@ -23,7 +23,7 @@ import torch
 import hemiola
 
 COPY_BYTES = 2 << 30
-AT_ONCE = 8  # reads, or copies, that are timed together
+AT_ONCE = 8  # reads, or copies, that are timed together on a GPU
 SOURCES = (".py", ".cu", ".cuh")  # of the package, that decide what it computes
 
 
@@ -76,7 +76,7 @@ def read_bandwidth(device: torch.device, num_bytes: int = COPY_BYTES, repeats: i
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of one call, of AT_ONCE on end: a GPU waits for the host's launch of the first alone."""
+    """Median time of one call; on a GPU of AT_ONCE on end, since it waits for the host's launch of the first alone."""
     times: list[float] = []
     for _ in range(repeats + 1):
         if device.type == "cuda":
@@ -86,13 +86,12 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> f
                 run()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
+            times.append(start.elapsed_time(end) / 1000 / AT_ONCE)
         else:
             begin = time.perf_counter()
-            for _ in range(AT_ONCE):
-                run()
+            run()
             times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:]) / AT_ONCE
+    return statistics.median(times[1:])
 
 
 class Nvml:

@@ -17,13 +17,7 @@ constexpr int FEW_WARPS = 8, FEW_THREADS = 32 * FEW_WARPS;
 typedef unsigned short u16;
 struct alignas(16) Eight { u16 v[8]; };
 
-// From L2: with is_early no kernel need have begun since they were written.
-__device__ __forceinline__ int load_id(const int *p) {
-    int v;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-
+// As load_early, eight numbers.
 __device__ __forceinline__ uint4 load_piece(const u16 *p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -69,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) align_few_kernel(
     __syncthreads();
     if (!is_early) join();
     for (int at = thread; at < num_ids; at += FEW_THREADS) {
-        const int id = load_id(ids + at);
+        const int id = load_early(ids + at);
         memory[at] = id;
         atomicAdd(&counts[id], 1);
     }

@@ -71,12 +71,16 @@ def align(
 ) -> None:
     """Write what `experts.Groups` says, for ids (T, top_k) int32. num_experts: all, the shared one's pieces, too.
 
-    x: (T, in) bfloat16, rows 16 bytes aligned, where `takes_rows`: brought into the order in which products with NVFP4
-    weights read it, into rows, `empty_rows` of x. early: ids and x are complete as soon as the kernel before this one
-    lets this one begin, which few pairs' does beside it; nothing that it writes may be in use there."""
+    x: (T, in) bfloat16, with rows, `empty_rows` of it, into which x is brought in the order in which products with
+    NVFP4 weights read it, where `takes_rows`; rows of x are 16 bytes aligned. early: ids and x are complete as soon as
+    the kernel before this one lets this one begin, which few pairs' does beside it; nothing that it writes may be in
+    use there."""
     num_ids, of_module, pdl = ids.numel(), (num_experts, ids.shape[1], num_shared, tile), uses_pdl()
     if num_ids < LEAST_PAIRS:
-        blocks, (num_rows, columns) = triton.cdiv(num_experts, _FEW_WARPS), (0, 0) if x is None else x.shape
+        blocks, (num_rows, columns) = (
+            triton.cdiv(num_experts, _FEW_WARPS),
+            (0, 0) if x is None or rows is None else x.shape,
+        )
         _few(*of_module).launch(
             (blocks + num_rows, 1, 1),
             (_FEW_THREADS, 1, 1),

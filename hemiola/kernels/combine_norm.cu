@@ -13,8 +13,6 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
-struct alignas(8) u32x2 { u32 v[2]; };
-
 constexpr int THREADS = (HIDDEN / 8 + 31) / 32 * 32, WARPS = THREADS / 32;
 
 __device__ __forceinline__ rms::Eight rounded(const float (&v)[8]) {
@@ -76,22 +74,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_norm_kernel(
         *(rms::Eight *)(sum + at) = own;
         rms::widened(own, v);
     }
-    float total = rms::squares(v);
-    if (WARPS > 1) {
-        if (thread % 32 == 0) sums[thread / 32] = total;
-        __syncthreads();
-        total = rms::total_of<WARPS>(sums);
-    }
-    const float scale = rms::scale_of<HIDDEN>(total, eps);
-    if (!is_in) return;
-    const rms::Eight result = rms::normed(v, scale, weights);
-#if QUANTISES
-    u32x2 codes;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        codes.v[i] = rms::to_e4m3(result.v[2 * i], out_scale) | rms::to_e4m3(result.v[2 * i + 1], out_scale) << 16;
-    *(u32x2 *)((u8 *)y + at) = codes;
-#else
-    *(rms::Eight *)((u16 *)y + at) = result;
-#endif
+    const float scale = rms::scale_of_row<HIDDEN, WARPS>(thread, v, sums, eps);
+    if (is_in) rms::store<QUANTISES>(y, at, rms::normed(v, scale, weights), out_scale);
 }

@@ -56,6 +56,12 @@ __device__ __forceinline__ void gdc_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+// An int, ahead of gdc_wait, that no kernel which may still run writes: from L2, as none need have begun since it was.
+__device__ __forceinline__ int load_early(const int *p) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
 #line 1
 """
 OPTIONS = ("-std=c++17", "-default-device")

@@ -739,8 +739,7 @@ def fill_groups(
     *,
     early: bool = False,
 ) -> None:
-    """What `align` says, into `empty_groups` of the same arguments. x, rows and early: as of `kernels.align.align`, to
-    bring x into the order of products, too, where `kernels.align.takes_rows`."""
+    """What `align` says, into `empty_groups` of the same arguments. x, rows and early: as of `kernels.align.align`."""
     if aligning.takes(ids, num_experts):
         aligning.align(ids, num_experts, num_shared, tile, *groups, x, rows, early)
         return

@@ -12,11 +12,12 @@
 // The states, the slots and the weights are read before `gdc_wait`, while in_proj still runs. That needs a proof, since
 // an earlier launch wrote the states. A launch starts when all blocks of the one before it have called
 // `gdc_launch_dependents` or ended, so when this one runs, every block of every earlier launch has done either. The
-// layer's norm, which is launched before in_proj or is a part of it (norm_linear.cu), calls it behind its own `gdc_wait`
-// in every block, so it has waited for all that was launched before it, which has ended and is visible in the L2 cache.
-// What wrote the states, the step before or a prompt or a copy, was launched before that norm. These reads go past the L1
-// cache, which is only brought up to date by `gdc_wait`. Hence the op's contract: the two launches before this one have
-// written neither states nor slots; where the norm is a part of in_proj, one would do.
+// layer's norm, which is launched before in_proj, alone or with the sum of the experts before it, or is a part of it
+// (norm_linear.cu), calls it behind its own `gdc_wait` in every block, so it has waited for all that was launched before
+// it, which has ended and is visible in the L2 cache. What wrote the states, the step before or a prompt or a copy, was
+// launched before that norm. These reads go past the L1 cache, which is only brought up to date by `gdc_wait`. Hence the
+// op's contract: the two launches before this one have written neither states nor slots; where the norm is a part of
+// in_proj, one would do.
 //
 // Defined from outside: HEADS, GROUPS, HEAD_DIM, and of the tile BLOCK_HEADS, WARP_ROWS, STREAMS (states are the first
 // to leave the L2 cache).
@@ -66,12 +67,6 @@ __device__ __forceinline__ void store_state(float *p, f32x4 v, u64 policy) {
 __device__ __forceinline__ u16 load_history(const u16 *p) {
     u16 v;
     asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
-    return v;
-}
-
-__device__ __forceinline__ int load_slot(const int *p) {
-    int v;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 
@@ -195,7 +190,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     cluster_arrive();
 
     // What can be read before in_proj has ended.
-    const i64 slot = load_slot(slots + row);
+    const i64 slot = load_early(slots + row);
     if (slot < 0) {  // so for the whole cluster
         gdc_wait();
         gdc_launch_dependents();

@@ -111,6 +111,34 @@ __device__ __forceinline__ unsigned int to_e4m3(unsigned int pair, float scale, 
 }
 #endif
 
+// The scale of a row whose columns a block's threads have eight each, in all of them; one barrier. sums: room for a number
+// a warp, in shared memory.
+template <int WIDTH, int NUM_WARPS>
+__device__ __forceinline__ float scale_of_row(int thread, const float (&v)[8], float (&sums)[(NUM_WARPS + 3) / 4 * 4], float eps) {
+    float total = squares(v);
+    if (NUM_WARPS > 1) {
+        if (thread % 32 == 0) sums[thread / 32] = total;
+        __syncthreads();
+        total = total_of<NUM_WARPS>(sums);
+    }
+    return scale_of<WIDTH>(total, eps);
+}
+
+// Eight to y, from its number `at` on: as they are, or AS_CODES, e4m3 of v / out_scale, which needs sm_89.
+template <bool AS_CODES>
+__device__ __forceinline__ void store(void *y, long long at, const Eight &v, float out_scale) {
+    if constexpr (AS_CODES) {
+#if __CUDA_ARCH__ >= 890
+        struct alignas(8) { unsigned int v[2]; } codes;
+#pragma unroll
+        for (int i = 0; i < 2; i++) codes.v[i] = to_e4m3(v.v[2 * i], out_scale) | to_e4m3(v.v[2 * i + 1], out_scale) << 16;
+        *(decltype(codes) *)((unsigned char *)y + at) = codes;
+#endif
+    } else {
+        *(Eight *)((unsigned short *)y + at) = v;
+    }
+}
+
 // Rows normed by a block: its warps share out their spans, and a lane has eights of columns, OWN at most. Where
 // has[i], the i-th begins at column starts[i] of row rows[i]. For each: place, prefetch, the wait, read, normed.
 template <int NUM_ROWS, int WIDTH, int NUM_WARPS, bool ADDS>

@@ -118,13 +118,6 @@ __device__ __forceinline__ u32 quantise2(u32 x, float scale, float inverse) {
 }
 #endif
 
-// An int that a kernel before the one before this one wrote: from L2, as no kernel has begun anew since.
-__device__ __forceinline__ int load_early(const int *p) {
-    int v;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-
 // What is the same in all lanes, which lets it stay in a uniform register.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 

@@ -245,9 +245,7 @@ def experts(
     groups = empty_groups(ids, num_experts, tile.tokens, up.num_shared)
     rows = aligning.empty_rows(x) if scheme == NVFP4 and aligning.takes_rows(ids, num_experts, x) else None
     part = shared() if shared else None
-    fill_groups(
-        groups, ids, num_experts, tile.tokens, up.num_shared, None if rows is None else x, rows, early=bool(shared)
-    )  # fmt: skip
+    fill_groups(groups, ids, num_experts, tile.tokens, up.num_shared, x, rows, early=bool(shared))
     hidden = torch.empty(num_tokens * pairs_per_token, inter, dtype=hidden_type, device=x.device)
     project_groups(
         x if rows is None else rows, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale,

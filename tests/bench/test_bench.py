@@ -17,7 +17,7 @@ import hemiola
 import hemiola.bench.__main__ as process
 from hemiola.bench import Cell, Observation, WindowError, cell
 from hemiola.bench.cells import SHORT_OUTPUT, Driver, Run, measure
-from hemiola.bench.machine import _seconds, copy_bandwidth, read_bandwidth, source_facts
+from hemiola.bench.machine import AT_ONCE, _seconds, copy_bandwidth, read_bandwidth, source_facts
 from hemiola.bench.run import BenchOptions, engine_config, run_bench
 from hemiola.bench.trace import covered
 from hemiola.bench.traffic import decode_traffic, distinct_experts
@@ -211,14 +211,32 @@ def test_copying_is_measured_in_bytes_read_and_written() -> None:
     assert copies["bytes_per_s"] == max(copies["all"].values()) > 1e8
 
 
-def test_what_is_timed_together_is_divided_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("hemiola.bench.machine.time.perf_counter", lambda: clock[0])
+@pytest.mark.parametrize(("device", "latency", "calls"), [("cpu", 0.0, 1), ("cuda", 2.0, AT_ONCE)])
+def test_the_time_of_one_call(device: str, latency: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a launch's latency counts once for many."""
+    clock, ran = [0.0], [0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = clock[0]
+            clock[0] += latency / 2
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000 * (end.at - self.at)
 
     def run() -> None:
-        clock[0] += 0.25
+        clock[0] += 4.0
+        ran[0] += 1
 
-    assert _seconds(run, torch.device("cpu"), repeats=3) == 0.25
+    monkeypatch.setattr("hemiola.bench.machine.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    seconds = _seconds(run, torch.device(device), repeats=3)
+    assert ran == [4 * calls]
+    assert seconds == pytest.approx(4.0 + latency / 2 / calls)
 
 
 def test_reading_is_measured_in_bytes_read(monkeypatch: pytest.MonkeyPatch) -> None:

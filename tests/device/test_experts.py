@@ -83,6 +83,14 @@ def layer(scheme: Scheme, num_experts: int, hidden: int, inter: int) -> Layer:
     return Layer(up, down, device.banks(Experts(up, down, None), resident))
 
 
+def shared_expert(g: torch.Generator, scheme: Scheme, hidden: int, inter: int) -> SharedExpert:
+    """Twice as wide as the others."""
+    return SharedExpert(
+        random_weight(g, "shared.up", scheme, 2 * inter, hidden, 1.3),
+        random_weight(g, "shared.down", scheme, hidden, 2 * inter, 0.8),
+    )
+
+
 class Inputs(NamedTuple):
     x: Tensor
     ids: Tensor
@@ -255,11 +263,7 @@ def test_the_shared_expert_as_two_more(scheme: Scheme, geometry: tuple[int, int,
     """By every way that the number of tokens takes, and invariant; a token's bits are then its own."""
     num_experts, top_k, hidden, inter, counts = geometry
     case = layer(scheme, num_experts, hidden, inter)
-    g = torch.Generator("cuda").manual_seed(SEED + 1)
-    shared = SharedExpert(
-        random_weight(g, "shared.up", scheme, 2 * inter, hidden, 1.3),
-        random_weight(g, "shared.down", scheme, hidden, 2 * inter, 0.8),
-    )
+    shared = shared_expert(torch.Generator("cuda").manual_seed(SEED + 1), scheme, hidden, inter)
     resident = ResidentWeights(torch.device("cuda"))
 
     def run(given: Inputs, invariant: bool) -> Tensor:
@@ -298,10 +302,7 @@ def test_a_shared_part_of_linears_runs_beside_its_neighbours(scheme: Scheme, num
     num_experts, top_k, hidden, inter, _ = LIGHTNING
     case = layer(scheme, num_experts, hidden, inter)
     g = torch.Generator("cuda").manual_seed(SEED + 2)
-    shared = SharedExpert(
-        random_weight(g, "shared.up", scheme, 2 * inter, hidden, 1.3),
-        random_weight(g, "shared.down", scheme, hidden, 2 * inter, 0.8),
-    )
+    shared = shared_expert(g, scheme, hidden, inter)
     gate, bias = random_weight(g, "gate", Scheme.PLAIN, num_experts, hidden, 1.0), torch.zeros(num_experts).cuda()
     norm_weight, resident = torch.ones(hidden, dtype=torch.bfloat16).cuda(), ResidentWeights(torch.device("cuda"))
 

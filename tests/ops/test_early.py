@@ -1,0 +1,73 @@
+"""What begins before the kernel ahead of it has ended: only where its inputs are there, and in memory of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hemiola.formats.weight import Scheme, SharedExpert, Weight
+from hemiola.kernels import align, router, rows_mma
+from hemiola.kernels.experts import NVFP4, ExpertWeights
+from hemiola.ops.device import linear_nvfp4, moe_experts
+from hemiola.ops.resident import ResidentWeights
+
+HIDDEN, INTER, NUM_EXPERTS, TOP_K, TOKENS = 128, 64, 4, 2, 8
+
+
+@pytest.mark.parametrize("has_shared", [True, False])
+def test_pairs_are_grouped_into_memory_from_before_the_shared_part(
+    has_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So nothing that the kernels beside the grouping use is written by it."""
+    events: list[str] = []
+
+    def noted(module: Any, name: str, result: Any = None) -> None:
+        real = getattr(module, name)
+
+        def call(*args: Any, early: bool = False, **kwargs: Any) -> Any:
+            events.append(f"{name}, early" if early else name)
+            return real(*args, **kwargs) if result is None else result
+
+        monkeypatch.setattr(module, name, call)
+
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    noted(rows_mma, "empty_groups")
+    noted(align, "empty_rows")
+    for name in ("fill_groups", "project_groups", "combine"):
+        noted(rows_mma, name, x)
+
+    def shared() -> torch.Tensor:
+        events.append("shared")
+        return x
+
+    def bank(rows: int, columns: int) -> ExpertWeights:
+        codes = torch.zeros(NUM_EXPERTS, rows, columns // 8, dtype=torch.int32)
+        return ExpertWeights(codes, codes[..., : columns // 64], torch.ones(NUM_EXPERTS), None)
+
+    ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int32)
+    weights = torch.ones(TOKENS, TOP_K)
+    banks = bank(INTER, HIDDEN), bank(HIDDEN, INTER)
+    assert banks[0].scheme == NVFP4
+    rows_mma.experts(x, ids, weights, *banks, 1.0, shared if has_shared else None)
+    grouping = ["shared", "fill_groups, early"] if has_shared else ["fill_groups"]
+    assert events == ["empty_groups", "empty_rows", *grouping, "project_groups", "project_groups", "combine"]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 64])
+def test_the_shared_part_begins_early_behind_a_router_that_does_not_make_its_input(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router's kernel for a few numbers of tokens norms x itself. Down waits for up in any case."""
+    seen: list[bool] = []
+
+    def run(x: torch.Tensor, *args: Any, early: bool = False, **kwargs: Any) -> torch.Tensor:
+        seen.append(early)
+        return x
+
+    monkeypatch.setattr(linear_nvfp4, "run", run)
+    x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
+    weight = Weight("w", (HIDDEN, HIDDEN), Scheme.NVFP4, torch.zeros(HIDDEN, HIDDEN // 2, dtype=torch.uint8))
+    moe_experts._shared_part(x, SharedExpert(weight, weight), ResidentWeights(x.device), invariant=False)
+    assert seen == [num_tokens not in router.NORM_TOKENS, False]
