@@ -146,8 +146,8 @@ def linear_nvfp4(
     bfloat16, or float8_e4m3fn where out_scale is given.
     """
     num_tokens = len(x)
-    least = nvfp4_wgmma.LEAST_TOKENS if num_rows < MANY_ROWS else nvfp4_wgmma.LEAST_TOKENS_OF_MANY
-    if (invariant or num_tokens >= least) and nvfp4_wgmma.takes(x, num_rows, words.shape[1]):
+    is_wide = invariant or num_tokens >= nvfp4_wgmma.LEAST_TOKENS
+    if is_wide and nvfp4_wgmma.takes(x, num_rows, words.shape[1]):
         return nvfp4_wgmma.linear(
             x, words, scales, num_rows, scale * REMAINDER, relu_squared, out_scale, invariant=invariant, early=early
         )

@@ -50,7 +50,6 @@ class SplitTile(NamedTuple):
 MANY = WideTile(128, 2)
 # From so many pairs an expert, on average, and so many tokens of a linear.
 LEAST_PAIRS, LEAST_TOKENS = 24.0, 17
-LEAST_TOKENS_OF_MANY = 17  # rows, so many that they fill a GPU in tiles of 256
 
 
 def product(tokens: int) -> str:

@@ -71,33 +71,33 @@ class NemotronH:
         x: Any = self.ops.embedding(batch.token_ids, self.embeddings, self.dtype)
         residual: torch.Tensor | None = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            begun, residual = x if isinstance(x, Ended) else self._begun(layer, x, residual, tap)
+            begun, residual = x if isinstance(x, Ended) else self._begun(index, x, residual, tap)
             if isinstance(layer.mixer, MoEMixer) and tap is None:
-                x = layer.mixer(begun, batch, cache, tap, (residual, *self._norm_after(index)))
+                x = layer.mixer(begun, batch, cache, tap, (residual, *self._norm(index + 1)))
             else:
                 x = layer.mixer(begun, batch, cache, tap)
             if tap is not None:
                 tap(f"layers.{index}.output", residual + x)
-        ended = x if isinstance(x, Ended) else self.ops.rms_norm(x, residual, self.norm_f, self.config.norm_eps)
+        ended = x if isinstance(x, Ended) else self.ops.rms_norm(x, residual, *self._norm(len(self.layers)))
         hidden: torch.Tensor = ended[0]
         return hidden
 
-    def _begun(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None, tap: Tap | None) -> Any:
-        """What the mixer starts from, and the new residual: the normed input, or what the norm and the mixer's first op
-        give in one. With a tap, which may ask for what lies between, they are two.
+    def _begun(self, index: int, x: torch.Tensor, residual: torch.Tensor | None, tap: Tap | None) -> Any:
+        """What a layer's mixer starts from, and the new residual: the normed input, or what the norm and the mixer's
+        first op give in one. With a tap, which may ask for what lies between, they are two.
 
         Not asked where the layer before is `Ended` with the norm. So no op is lost that begins with it: those are for
         few tokens, `experts_norm` for more."""
-        mixer, norm = layer.mixer, (layer.norm_weight, self.config.norm_eps)
-        begun = mixer.begin(x, residual, *norm) if tap is None else None
-        return begun or self.ops.rms_norm(x, residual, *norm, mixer.input_scale)
+        norm = self._norm(index)
+        begun = self.layers[index].mixer.begin(x, residual, *norm[:2]) if tap is None else None
+        return begun or self.ops.rms_norm(x, residual, *norm)
 
-    def _norm_after(self, index: int) -> tuple[torch.Tensor, float, float | None]:
-        """The norm of a layer's output, the next layer's or the last: what `rms_norm` takes behind the residual."""
-        if index + 1 == len(self.layers):
+    def _norm(self, index: int) -> tuple[torch.Tensor, float, float | None]:
+        """The norm before a layer, or behind the last one: what `rms_norm` takes behind the residual."""
+        if index == len(self.layers):
             return self.norm_f, self.config.norm_eps, None
-        after = self.layers[index + 1]
-        return after.norm_weight, self.config.norm_eps, after.mixer.input_scale
+        layer = self.layers[index]
+        return layer.norm_weight, self.config.norm_eps, layer.mixer.input_scale
 
     def logits(self, hidden: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         """hidden: (n, hidden) rows of `forward`. Returns (n, vocab) in the activation dtype."""
