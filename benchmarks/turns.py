@@ -1,8 +1,8 @@
 """Ways of computing a decode step against each other, in one process and one model: milliseconds a step.
 
     PYTHONPATH=. python3 -m benchmarks.turns nano-bf16-30b 1 64 64x8192 \\
-        --way 'kernels.rows_mma: GROUP_TILES[BF16] = ((30.0, GroupTile(24, 20, 2, 1, 2)),)' \\
-        --way 'ops.device.moe_experts: TOGETHER_TOKENS[BF16] = 64 && kernels.fp8_wgmma: MOST_TOKENS = 64'
+        --way 'kernels.rows_mma: GROUP_TILES[BF16] = ((30.0, GroupTile(24, 20, 2, 1, 80, 8)),)' \\
+        --way 'ops.device.moe_experts: TOGETHER_TOKENS[BF16] = 64 && kernels.dense_wgmma: LEAST_TOKENS = 9'
 
 A kernel alone and the same kernel among a step's others rank ways differently, and so do two cards: what counts is
 measured here, on the same requests while they are decoded, in turns of a fraction of a second, so that a card that

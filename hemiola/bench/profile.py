@@ -28,7 +28,7 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "linears",
         (
             *("linear_rows_kernel", "linear_wgmma_kernel", "_linear_nvfp4", "_gemv", "_dot", "_finish", "nvjet"),
-            "fp8_wgmma_kernel",
+            "dense_wgmma_kernel",
             "norm_linear_kernel",  # with the norm before it
             *("void cublasLt", "cublas", "void cutlass", "cutlass", "sm90_xmma", "gemm"),
         ),

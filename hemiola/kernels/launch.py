@@ -5,7 +5,8 @@ With programmatic dependent launch a kernel may start while the one before it in
 loading weights, overlaps. Every kernel that is launched so has to wait: a kernel's end vouches for all before it. And
 it calls `gdc_launch_dependents` behind its wait, not before: so a kernel that starts finds all ended but the two before
 it, of which mamba2_update.cu makes use. And what the kernel before it waited for has ended: a kernel that reads nothing
-else need not wait first (`early`, in nvfp4_wgmma.cu and align.cu), and align.cu writes what nobody else uses, too.
+else need not wait first (`early`, in nvfp4_wgmma.cu, dense_wgmma.cu and align.cu), and align.cu writes what nobody else
+uses, too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hemiola.kernels import fp8_wgmma
+from hemiola.kernels import dense_wgmma
 from hemiola.kernels.linear_dense import GemvTile, dot, gemv, gemv_tile
 from hemiola.kernels.quantize import finish, quantize
 from hemiola.kernels.split_k import DotTile
@@ -51,8 +51,8 @@ def linear_fp8(
         return gemv(x, weight.codes, weight.scale, relu_squared, out_scale, streaming)
     if not fits:
         return dot(x, weight.codes, weight.scale, relu_squared, out_scale, FALLBACK)
-    if fp8_wgmma.takes(x, weight.codes):
-        return fp8_wgmma.linear(x, weight.codes, weight.scale, relu_squared, out_scale)
+    if dense_wgmma.takes(x, weight.codes):
+        return dense_wgmma.linear(x, weight.codes, weight.scale, relu_squared, out_scale)
     y = torch._scaled_mm(
         x.contiguous(), weight.codes.T, weight.on_device, _one(x.device), out_dtype=torch.bfloat16, use_fast_accum=True
     )

@@ -15,8 +15,8 @@
 //
 // Defined from outside: SCHEME (0 bfloat16, 1 e4m3, 2 NVFP4), NT (tiles of 8 tokens), WR and WK (warps along rows, and
 // along columns: their sums are added in order), DEPTH (steps that a warp has under way; even but with STAYS),
-// ROWS_KERNEL (a name, by which a trace tells what it is for), and MODE, or STAYS, WHOLE and X_IN_PLACE, or TOP_K, NUM_SHARED
-// and KS, of the three kernels below.
+// ROWS_KERNEL (a name, by which a trace tells what it is for), and MODE, or STAYS, WHOLE, X_IN_PLACE, FIRST and CHUNK, or
+// TOP_K, NUM_SHARED and KS, of the three kernels below.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -308,18 +308,22 @@ __device__ __forceinline__ void spread_columns(u16 *to, u32x4 v, int c) {
 }
 
 #ifdef STAYS
-// `count` rows of x that lie as products read them, in whole steps with zeros at the end, as in copy_rows; returns before
-// they are there.
+// Whether rows of x lie as products read them: for bfloat16 weights that is the order of their columns.
+constexpr bool AS_IT_LIES = SCHEME == BF16 || X_IN_PLACE;
+
+// `count` such rows of x, as in copy_rows; returns before they are there.
 template <typename Row>
-__device__ __forceinline__ void copy_rows_in_place(u16 *to, int count, int steps, Row row) {
+__device__ __forceinline__ void copy_rows_as_they_lie(u16 *to, int count, int columns, int steps, Row row) {
     const int chunks = steps * STEP_COLUMNS / 8, x_row = padded_row(steps), lane = threadIdx.x % 32;
     for (int n = threadIdx.x / 32; n < count; n += WR) {
         const u8 *from = row(n);
         const u32 at = (u32)__cvta_generic_to_shared(to + n * x_row);
 #pragma unroll 1
-        for (int chunk = lane; chunk < chunks; chunk += 32)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                         :: "r"(at + chunk * 16), "l"(from + 16 * chunk) : "memory");
+        for (int chunk = lane; chunk < chunks; chunk += 32) {
+            const int bytes = X_IN_PLACE || chunk * 8 < columns ? 16 : 0;  // zeros behind a row's end
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                         :: "r"(at + chunk * 16), "l"(from + 16 * chunk), "r"(bytes) : "memory");
+        }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -392,10 +396,11 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
 
 #ifdef STAYS
 // All pairs, sorted by their experts, times the weights of these, by blocks that stay. A product is a tile of up to 8 NT
-// pairs times 16 rows of their expert's weights; they lie one after the other, a tile's rows side by side, and a block
-// takes as many of them as every other: mostly of one tile or two, whose rows of x it reads once. Its warps share a
-// tile's products by their steps, so that they end together: what a warp has of a product that the one before it has
-// begun it leaves to that one. So a warp's steps follow on each other in memory, from the first to the last.
+// pairs times 16 rows of their expert's weights; they lie one after the other, a tile's rows side by side. A block takes
+// an even share of the first FIRST percent of them, mostly of one tile or two, whose rows of x it reads once, and then
+// CHUNK (0: there are no more) at a time of the others, from a counter: multiprocessors differ in what memory gives them.
+// Its warps share a tile's products by their steps, so that they end together: what a warp has of a product that the one
+// before it has begun it leaves to that one. So a warp's steps follow on each other in memory, from the first to the last.
 //
 // Tile i: sorted_pairs[8 NT i ..], those below num_pairs, which come first, and expert experts[i]; there are *num_tiles.
 // Row p / pairs_per_x of x belongs to pair p. The last num_shared of num_experts are pieces of the shared expert, which each
@@ -404,13 +409,15 @@ __device__ __forceinline__ void copy_rows(u16 *to, int count, int columns, int s
 // flags: 1 squared ReLU, 2 times pair_weights, but float32 into pieces (tokens, num_shared, rows) for those of the shared
 // expert, 4 quantised to e4m3 (out is bytes then), with out_scales[expert]; 8 experts, sorted_pairs and num_tiles were
 // written before the kernel before this one, which waited for them.
-// x: bfloat16; for e4m3 weights quantised with input_scales[expert], or e4m3 without them.
+// x: bfloat16; for e4m3 weights quantised with input_scales[expert], or e4m3 without them. counter, with CHUNK: two zeros,
+// which they are again in the end.
 extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
     const u8 *x, i64 x_stride, const u8 *codes, const u32 *scales, const float *alpha, const int *sorted_pairs,
     const int *experts, const int *num_tiles, const float *pair_weights, void *out, float *pieces, int num_pairs,
     int pairs_per_x, int top_k, int num_shared, int num_experts, int num_rows, int columns, int row_bytes, int flags,
-    const float *input_scales, const float *out_scales) {
+    const float *input_scales, const float *out_scales, int *counter) {
     extern __shared__ __align__(16) u8 shared[];
+    __shared__ int taken[2];  // with a count of the counter: the first product and their end
     __shared__ int pairs[8 * NT];
     __shared__ float factors[8 * NT];  // of a pair's sums
     __shared__ float left[WR][NT][4][32];  // what a warp has of a product that another has begun
@@ -423,10 +430,26 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
     const bool skips = SCHEME == NVFP4 && units > 1 && (steps - 1) * 64 + t * 16 >= (columns + 63) / 64 * 32;
     u16 *xs = (u16 *)shared;
     if (!(flags & 8)) gdc_wait();
-    const int products = uniform(load_early(num_tiles)) * row_tiles;
-    int at = (i64)products * blockIdx.x / gridDim.x;
-    const int end = (i64)products * (blockIdx.x + 1) / gridDim.x;
-    while (at < end) {
+    const auto count_products = [&] { return uniform(load_early(num_tiles)) * row_tiles; };
+    const auto shared_evenly = [](int products) { return CHUNK ? (int)(((i64)products * FIRST + 99) / 100) : products; };
+    const int even = shared_evenly(count_products());
+    int at = (i64)even * blockIdx.x / gridDim.x, end = (i64)even * (blockIdx.x + 1) / gridDim.x;
+    const auto take_more = [&] {
+        if (CHUNK == 0) return false;
+        __syncthreads();
+        if (warp == 0) {  // which counts them again, since registers are few
+            const int products = count_products();
+            if (lane == 0) {
+                taken[0] = shared_evenly(products) + atomicAdd(counter, 1) * CHUNK;
+                taken[1] = min(taken[0] + CHUNK, products);
+            }
+        }
+        __syncthreads();
+        at = taken[0];
+        end = taken[1];
+        return at < end;
+    };
+    while (at < end || take_more()) {
         const int tile = at / row_tiles, first_row = at - tile * row_tiles, rows = min(row_tiles - first_row, end - at);
         const int expert = uniform(load_early(experts + tile));
         // Lane n: the pair of the tile's place n; num_pairs in one that is empty.
@@ -455,8 +478,8 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
         __syncthreads();
         const i64 x_bytes = is_codes ? x_stride : 2 * x_stride;
         const auto x_of = [&](int n) { return x + __shfl_sync(0xFFFFFFFFu, own_row, n) * x_bytes; };
-        if (X_IN_PLACE)
-            copy_rows_in_place(xs, count, steps, x_of);
+        if (AS_IT_LIES)
+            copy_rows_as_they_lie(xs, count, columns, steps, x_of);
         else if (is_codes)
             copy_rows<CODES>(xs, count, columns, steps, 1.f, x_of);
         else
@@ -467,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
             pairs[lane] = own;
             factors[lane] = has_weight ? pair_weights[own - own / pairs_per_token * num_shared] * scale : scale;
         }
-        if (X_IN_PLACE) asm volatile("cp.async.wait_all;" ::: "memory");
+        if (AS_IT_LIES) asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
         const u16 *place[NT];
 #pragma unroll
@@ -565,6 +588,7 @@ extern "C" __global__ void __launch_bounds__(32 * WR, STAYS) ROWS_KERNEL(
         at += rows;
     }
     gdc_wait();
+    if (CHUNK && threadIdx.x == 0 && atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
 }
 
 #elif defined(MODE)

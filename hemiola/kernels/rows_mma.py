@@ -54,14 +54,16 @@ class RowsTile:
 @dataclass(frozen=True, slots=True)
 class GroupTile:
     """tokens: as in RowsTile. warps: of a block. depth: steps that a warp has under way, any number; best one that
-    divides a row's. blocks: so many find room on a multiprocessor. waves: so many shares each of these takes, one after
-    the other: more even where multiprocessors differ, and x is read more often."""
+    divides a row's. blocks: so many find room on a multiprocessor. first: percent of the products that these share
+    evenly; they take the others `chunk` at a time (0: there are none), since multiprocessors differ in what memory
+    gives them, and read x for each chunk again."""
 
     tokens: int
     warps: int
     depth: int
     blocks: int
-    waves: int = 1
+    first: int = 100
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ DIRECT_PAIRS = 12  # of more experts a token, a block of the down kernel would h
 # By scheme: by the most pairs an expert, on average, that a tile is for.
 GROUP_TILES = {
     NVFP4: ((4.5, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 8, 3, 2)), (24.0, GroupTile(24, 16, 3, 1))),
-    FP8: ((3.7, GroupTile(8, 8, 3, 3, 6)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 20, 3, 1))),
-    BF16: ((3.7, GroupTile(8, 8, 3, 3, 6)), (7.5, GroupTile(16, 10, 3, 2)), (30.0, GroupTile(24, 20, 2, 1, 2))),
+    FP8: ((3.7, GroupTile(8, 8, 3, 3, 50, 4)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 20, 3, 1))),
+    BF16: ((3.7, GroupTile(8, 8, 3, 3, 50, 2)), (7.5, GroupTile(16, 10, 3, 2)), (30.0, GroupTile(24, 20, 2, 1))),
 }
 
 
@@ -113,8 +115,8 @@ def group_options(scheme: int, tile: GroupTile, row_bytes: int, x_in_place: bool
     is_whole = row_bytes // PIECE_BYTES % tile.depth == 0
     return (
         f"-DSCHEME={scheme}", f"-DNT={tile.tokens // 8}", f"-DWR={tile.warps}", f"-DDEPTH={tile.depth}",
-        f"-DROWS_KERNEL={EXPERTS}", f"-DSTAYS={tile.blocks}", f"-DWHOLE={int(is_whole)}",
-        f"-DX_IN_PLACE={int(x_in_place)}",
+        f"-DROWS_KERNEL={EXPERTS}", f"-DSTAYS={tile.blocks}", f"-DFIRST={tile.first}", f"-DCHUNK={tile.chunk}",
+        f"-DWHOLE={int(is_whole)}", f"-DX_IN_PLACE={int(x_in_place)}",
     )  # fmt: skip
 
 
@@ -133,13 +135,20 @@ def _rows_function(scheme: int, tile: RowsTile, mode: int) -> CudaFunction:
 
 @cache
 def _group_function(options: tuple[str, ...]) -> CudaFunction:
-    return CudaModule(source(), options).function(EXPERTS, "PlPPPPPPPPPiiiiiiiiiPP")
+    return CudaModule(source(), options).function(EXPERTS, "PlPPPPPPPPPiiiiiiiiiPPP")
 
 
 @cache
 def _down_function(scheme: int, tile: DownTile, top_k: int, num_shared: int) -> CudaFunction:
     module = CudaModule(source(), down_options(scheme, tile, top_k, num_shared))
     return module.function("down_kernel", "PPPPPPPlfPiiiii")
+
+
+@cache
+def _counters(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of up, and of down, which begins beside it: two zeros, which they are again after each launch. Kernels that share
+    them run one after another."""
+    return tuple(torch.zeros(2, 2, dtype=torch.int32, device=device))
 
 
 def rows_shared_bytes(scheme: int, tile: RowsTile, row_bytes: int) -> int:
@@ -153,8 +162,8 @@ def group_shared_bytes(scheme: int, tile: GroupTile, row_bytes: int) -> int:
 
 
 def group_fixed_bytes(tile: GroupTile) -> int:
-    """What the kernel has besides: what its warps leave to each other, and two numbers a pair."""
-    return tile.tokens * (16 * 4 * tile.warps + 8)
+    """What the kernel has besides: what its warps leave to each other, two numbers a pair, and two more."""
+    return tile.tokens * (16 * 4 * tile.warps + 8) + 8
 
 
 def down_shared_bytes(scheme: int, tile: DownTile, pairs_per_token: int, row_bytes: int) -> int:
@@ -351,13 +360,14 @@ def project_groups(
     row_bytes = bank.codes.shape[2] * bank.codes.element_size()
     flags = _RELU_SQUARED if pair_weights is None else _WEIGHTED | _EARLY
     _group_function(group_options(bank.scheme, tile, row_bytes, x_in_place)).launch(
-        (num_sms() * tile.blocks * tile.waves, 1, 1),
+        (num_sms() * tile.blocks, 1, 1),
         (32 * tile.warps, 1, 1),
         (
             x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, experts, num_tiles, pair_weights,
             out, pieces, len(out), pairs_per_x, top_k, bank.num_shared, len(bank.codes), out.shape[1], x.shape[1],
             row_bytes, flags | _QUANTISED * (out_scales is not None),
             None if x.dtype == torch.float8_e4m3fn else bank.input_scale, out_scales,
+            _counters(x.device)[pair_weights is not None] if tile.chunk else None,
         ),
         shared_bytes=group_shared_bytes(bank.scheme, tile, row_bytes),
         pdl=uses_pdl(),

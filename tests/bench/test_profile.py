@@ -16,7 +16,7 @@ from hemiola.cli.bench import _parts
 from hemiola.kernels import (
     align,
     combine_norm,
-    fp8_wgmma,
+    dense_wgmma,
     mamba2_update,
     norm_linear,
     nvfp4_wgmma,
@@ -44,7 +44,7 @@ def launched() -> list[str]:
 
 IN_CUDA = (
     *(rows_mma.LINEAR, rows_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL, router.KERNEL),
-    *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE, norm_linear.KERNEL, fp8_wgmma.KERNEL),
+    *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE, norm_linear.KERNEL, dense_wgmma.KERNEL),
     combine_norm.KERNEL,
 )
 
@@ -62,7 +62,7 @@ def test_kernels_are_told_apart() -> None:
     assert part_of(mamba2_update.KERNEL) == "states"
     assert part_of("logits_rows_kernel") == part_of(router.KERNEL) == "router"
     assert part_of(rms_norm.KERNEL) == "norms"
-    assert part_of(norm_linear.KERNEL) == part_of(fp8_wgmma.KERNEL) == "linears"
+    assert part_of(norm_linear.KERNEL) == part_of(dense_wgmma.KERNEL) == "linears"
     assert part_of("Memcpy HtoD (Pinned -> Device)") == REST
 
 

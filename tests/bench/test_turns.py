@@ -9,32 +9,32 @@ import pytest
 
 from benchmarks import turns
 from benchmarks.turns import OWN, SETTLING, Ways, in_turns
-from hemiola.kernels import fp8_wgmma, rows_mma
+from hemiola.kernels import dense_wgmma, rows_mma
 from hemiola.kernels.experts import BF16, NVFP4
 from hemiola.kernels.rows_mma import GroupTile
 from hemiola.ops.device import moe_experts
 
-TILES = "kernels.rows_mma: GROUP_TILES[BF16] = ((30.0, GroupTile(24, 8, 3, 1, 2)),)"
-TWO = "ops.device.moe_experts: TOGETHER_TOKENS[BF16] = 7 && kernels.fp8_wgmma: MOST_TOKENS = 64"
+TILES = "kernels.rows_mma: GROUP_TILES[BF16] = ((30.0, GroupTile(24, 8, 3, 1, 80, 4)),)"
+TWO = "ops.device.moe_experts: TOGETHER_TOKENS[BF16] = 7 && kernels.dense_wgmma: LEAST_TOKENS = 9"
 
 
 def test_a_way_is_taken_and_nothing_is_left_of_the_one_before() -> None:
-    before = rows_mma.GROUP_TILES[BF16], rows_mma.GROUP_TILES[NVFP4], fp8_wgmma.MOST_TOKENS
+    before = rows_mma.GROUP_TILES[BF16], rows_mma.GROUP_TILES[NVFP4], dense_wgmma.LEAST_TOKENS
     table, together = rows_mma.GROUP_TILES, moe_experts.TOGETHER_TOKENS[BF16]
     ways = Ways([TILES, TWO])
     assert list(ways.assignments) == [OWN, TILES, TWO]
     ways.take(TILES)
-    assert rows_mma.group_tile(BF16, 12.0) == GroupTile(24, 8, 3, 1, 2)
+    assert rows_mma.group_tile(BF16, 12.0) == GroupTile(24, 8, 3, 1, 80, 4)
     assert rows_mma.GROUP_TILES is table, "as whoever else holds it sees it"
     ways.take(TWO)
-    assert (moe_experts.TOGETHER_TOKENS[BF16], fp8_wgmma.MOST_TOKENS) == (7, 64)
+    assert (moe_experts.TOGETHER_TOKENS[BF16], dense_wgmma.LEAST_TOKENS) == (7, 9)
     assert table[BF16] == before[0]
     ways.take(OWN)
-    assert (table[BF16], table[NVFP4], fp8_wgmma.MOST_TOKENS) == before
+    assert (table[BF16], table[NVFP4], dense_wgmma.LEAST_TOKENS) == before
     assert moe_experts.TOGETHER_TOKENS[BF16] == together
 
 
-@pytest.mark.parametrize("text", ["kernels.rows_mma", "MOST_TOKENS = 64", "kernels.fp8_wgmma: MOST_TOKENS"])
+@pytest.mark.parametrize("text", ["kernels.rows_mma", "LEAST_TOKENS = 9", "kernels.dense_wgmma: LEAST_TOKENS"])
 def test_what_assigns_nothing_in_a_module_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"no assignment in a module: '{text}'; expected"):
         Ways([text])
@@ -59,7 +59,7 @@ def test_each_has_its_turn_there_and_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_small_model_takes_its_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    way = "kernels.fp8_wgmma: MOST_TOKENS = 64"
+    way = "kernels.dense_wgmma: LEAST_TOKENS = 9"
     arguments = ["lightning-30b-tiny", "2", "3x20", "--rounds", "2", "--steps", "2", "--way", way]
     monkeypatch.setattr("sys.argv", ["turns", *arguments])
     turns.main()
@@ -67,4 +67,4 @@ def test_a_small_model_takes_its_turns(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [row["cell"] for row in document["cells"]] == ["decode 2 x 128", "decode 3 x 20"]
     assert all([len(times) for times in row["ms_per_step"].values()] == [2, 2] for row in document["cells"])
     assert all(list(row["ms_per_step"]) == [OWN, way] for row in document["cells"])
-    assert fp8_wgmma.MOST_TOKENS == 32
+    assert dense_wgmma.LEAST_TOKENS == 3

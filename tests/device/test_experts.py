@@ -426,6 +426,7 @@ def test_runs_repeat_to_the_bit_and_graphs_follow_their_inputs(scheme: Scheme) -
             expected = chained(case, expected, given)
             torch.cuda.synchronize()
         assert torch.equal(x, expected)
+        assert not any(bool(counter.any()) for counter in rows_mma._counters(x.device)), "as the next launch wants them"
 
 
 def chained(case: Layer, x: Tensor, given: Inputs) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from hemiola.formats.weight import Scheme, SharedExpert, Weight
 from hemiola.kernels import align, router, rows_mma
 from hemiola.kernels.experts import NVFP4, ExpertWeights
-from hemiola.ops.device import linear_nvfp4, moe_experts
+from hemiola.ops.device import moe_experts
 from hemiola.ops.resident import ResidentWeights
 
 HIDDEN, INTER, NUM_EXPERTS, TOP_K, TOKENS = 128, 64, 4, 2, 8
@@ -55,19 +55,20 @@ def test_pairs_are_grouped_into_memory_from_before_the_shared_part(
     assert events == ["empty_groups", "empty_rows", *grouping, "project_groups", "project_groups", "combine"]
 
 
+@pytest.mark.parametrize("scheme", Scheme, ids=[scheme.value for scheme in Scheme])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 64])
 def test_the_shared_part_begins_early_behind_a_router_that_does_not_make_its_input(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The router's kernel for a few numbers of tokens norms x itself. Down waits for up in any case."""
+    """The router's kernel for a few numbers of tokens norms x itself, and FP8's x is quantised. Down always waits."""
     seen: list[bool] = []
 
     def run(x: torch.Tensor, *args: Any, early: bool = False, **kwargs: Any) -> torch.Tensor:
         seen.append(early)
         return x
 
-    monkeypatch.setattr(linear_nvfp4, "run", run)
+    monkeypatch.setattr(moe_experts._LINEAR[scheme], "run", run)
     x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
-    weight = Weight("w", (HIDDEN, HIDDEN), Scheme.NVFP4, torch.zeros(HIDDEN, HIDDEN // 2, dtype=torch.uint8))
+    weight = Weight("w", (HIDDEN, HIDDEN), scheme, torch.zeros(HIDDEN, HIDDEN // 2, dtype=torch.uint8))
     moe_experts._shared_part(x, SharedExpert(weight, weight), ResidentWeights(x.device), invariant=False)
-    assert seen == [num_tokens not in router.NORM_TOKENS, False]
+    assert seen == [scheme is not Scheme.FP8 and num_tokens not in router.NORM_TOKENS, False]

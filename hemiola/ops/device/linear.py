@@ -68,8 +68,9 @@ def run(
     *,
     resident: ResidentWeights,
     invariant: bool,
+    early: bool = False,
 ) -> Tensor:
-    return linear_bf16(x, prepare(weight, resident), relu_squared, out_scale, invariant)
+    return linear_bf16(x, prepare(weight, resident), relu_squared, out_scale, invariant, early)
 
 
 register(

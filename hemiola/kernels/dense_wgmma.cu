@@ -1,36 +1,39 @@
-// A few tokens' products with FP8 weights, which memory bounds: Hopper's wgmma of e4m3 codes, both from shared memory.
+// A few tokens' products with FP8 or bfloat16 weights, which memory bounds: Hopper's wgmma, both from shared memory.
 //
 // Tokens are the 64 rows of a product and rows of weights its columns, of which there may be any multiple of eight: so
 // blocks get even shares of the weights, whatever their number of rows. Rows of the first operand past TOKENS are
 // whatever shared memory holds there; a row of sums depends on its own row alone, and those are not written.
 //
-// A block takes all tokens, TOKENS at most, times ROWS rows of weights. Steps of 128 columns go through a ring of
-// STAGES, which the tensor memory accelerator fills, with 128-byte swizzle, and with zeros past the end of rows and
-// columns. One thread fetches weights, from the kernel's start, one fetches x, once the kernel before has ended; a
-// warpgroup multiplies.
+// A block takes all tokens, TOKENS at most, times ROWS rows of weights. Steps of 128 bytes of each row go through two
+// rings, of X_STAGES and of STAGES, which the tensor memory accelerator fills, with 128-byte swizzle, and with zeros past
+// the end of rows and columns. One thread fetches weights, from the kernel's start, one fetches x, once the kernel before
+// has ended; a warpgroup multiplies for each 64 tokens.
 //
 // With SPLITS > 1 a cluster of so many blocks shares out the columns of its rows. Each writes its sums to the shared
 // memory of whoever adds them, which has eighths of ROWS of its own; they are added in the blocks' order.
 //
 // A sum's order depends on SPLITS alone. Nothing is kept between launches, and no memory but `out` is written.
 //
-// Behind wgmma.cuh. Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, STAGES; and product(), see fp8_wgmma.py.
+// Behind wgmma.cuh. Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, STAGES, X_STAGES; and product(), see
+// dense_wgmma.py.
 
 struct u32x2 { u32 x, y; };
 struct alignas(16) u32x4 { u32 x, y, z, w; };
 struct alignas(16) f32x4 { float x, y, z, w; };
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
-constexpr int MULTIPLIERS = 128, WEIGHT_WARP = 4, X_WARP = 5, THREADS = 192;
-constexpr u32 X_BYTES = TOKENS * 128, WEIGHT_BYTES = ROWS * 128, RING_BYTES = STAGES * (X_BYTES + WEIGHT_BYTES);
+constexpr int GROUPS = (TOKENS + 63) / 64, MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + 64;
+constexpr int WEIGHT_WARP = MULTIPLIERS / 32, X_WARP = WEIGHT_WARP + 1;
+constexpr u32 X_BYTES = TOKENS * 128, WEIGHT_BYTES = ROWS * 128, ALL_X_BYTES = X_STAGES * X_BYTES;
+constexpr u32 RING_BYTES = ALL_X_BYTES + STAGES * WEIGHT_BYTES;
 // A piece is eight rows. PIECES: the most that a block adds. A token's sums lie PITCH floats apart, an odd multiple of
 // eight, so that neither pairs nor fours of them meet in a bank.
 constexpr int ALL_PIECES = ROWS / 8, PIECES = (ALL_PIECES + SPLITS - 1) / SPLITS, PITCH = (PIECES | 1) * 8;
 constexpr u32 SUM_BYTES = SPLITS * TOKENS * PITCH * 4;  // in the ring's place without SPLITS
 constexpr u32 SUMS_AT = SPLITS > 1 ? RING_BYTES : 0, SUMS_END = SUMS_AT + SUM_BYTES;
 constexpr u32 BARRIERS_AT = SUMS_END < RING_BYTES ? RING_BYTES : SUMS_END;
-static_assert(TOKENS % 8 == 0 && TOKENS <= 64 && ROWS % 8 == 0 && ROWS <= 256, "a copy's and a product's");
-static_assert(64 * 128 - X_BYTES <= STAGES * WEIGHT_BYTES, "rows past the tokens are still in the ring");
+static_assert(TOKENS % 8 == 0 && TOKENS <= 256 && ROWS % 8 == 0 && ROWS <= 256, "a copy's and a product's");
+static_assert(GROUPS * 64 * 128 - X_BYTES <= STAGES * WEIGHT_BYTES, "rows past the tokens are still in the rings");
 
 // ------------------------------------------------------------------------------------------------ instructions
 
@@ -85,39 +88,48 @@ struct Item {
     }
 };
 
-// The ring, seen by one side: where it stands, and how often it has been around.
+// A ring, seen by one side: where it stands, and how often it has been around.
+template <u32 BYTES, u32 COUNT>
 struct Ring {
-    u32 base, stage = 0, parity = 0;
+    u32 first, barriers, stage = 0, parity = 0;
 
-    __device__ __forceinline__ u32 x() const { return base + stage * X_BYTES; }
-    __device__ __forceinline__ u32 weights() const { return base + STAGES * X_BYTES + stage * WEIGHT_BYTES; }
-    __device__ __forceinline__ u32 full() const { return base + BARRIERS_AT + stage * 8; }
-    __device__ __forceinline__ u32 empty() const { return base + BARRIERS_AT + (STAGES + stage) * 8; }
+    __device__ __forceinline__ u32 at() const { return first + stage * BYTES; }
+    __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
+    __device__ __forceinline__ u32 empty() const { return barriers + (COUNT + stage) * 8; }
     __device__ __forceinline__ void wait_full() const { wait(full(), parity); }
     __device__ __forceinline__ void wait_empty() const { wait(empty(), parity ^ 1); }
+    __device__ __forceinline__ void prepare() const {
+        for (u32 i = 0; i < COUNT; i++) {
+            init(barriers + i * 8, 1);
+            init(barriers + (COUNT + i) * 8, MULTIPLIERS / 32);  // a warp that multiplies each
+        }
+    }
     __device__ __forceinline__ void step() {
-        if (++stage == STAGES) {
+        if (++stage == COUNT) {
             stage = 0;
             parity ^= 1;
         }
     }
 };
+using XRing = Ring<X_BYTES, X_STAGES>;
+using WeightRing = Ring<WEIGHT_BYTES, STAGES>;
 
 // By one thread: steps first .. last, counted from the item's.
-__device__ __forceinline__ void fetch_weights(Ring &ring, const TensorMap &map, const Item &item, int first, int last) {
+__device__ __forceinline__ void fetch_weights(WeightRing &ring, const TensorMap &map, const Item &item, int first,
+                                              int last) {
     for (int step = first; step < last; step++) {
         if (first > 0) ring.wait_empty();
         arrive_and_expect(ring.full(), WEIGHT_BYTES);
-        copy(ring.weights(), map, (item.first_step + step) * 128, item.first_row, ring.full());
+        copy(ring.at(), map, (item.first_step + step) * 128, item.first_row, ring.full());
         ring.step();
     }
 }
 
-__device__ __forceinline__ void fetch_x(Ring ring, const TensorMap &map, const Item &item) {
+__device__ __forceinline__ void fetch_x(XRing ring, const TensorMap &map, const Item &item) {
     for (int step = 0; step < item.steps; step++) {
         ring.wait_empty();
         arrive_and_expect(ring.full(), X_BYTES);
-        copy(ring.x(), map, (item.first_step + step) * 128, 0, ring.full());
+        copy(ring.at(), map, (item.first_step + step) * 128, 0, ring.full());
         ring.step();
     }
 }
@@ -128,29 +140,34 @@ __device__ __forceinline__ void give_back(u32 empty) {
 }
 
 // Sums of 64 tokens and the block's rows, as wgmma has them.
-__device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], Ring ring, int steps) {
+__device__ __forceinline__ void multiply(float (&acc)[ROWS / 2], XRing x_ring, WeightRing weight_ring, int steps) {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.f;
     pin(acc);
-    u32 last_empty = 0;
+    u32 last_x = 0, last_weights = 0;
     for (int step = 0; step < steps; step++) {
-        ring.wait_full();
+        weight_ring.wait_full();
+        x_ring.wait_full();
         // The same in all lanes, which lets them stay in uniform registers.
-        const u32 x_at = __shfl_sync(0xFFFFFFFFu, ring.x(), 0);
-        const u32 weights_at = __shfl_sync(0xFFFFFFFFu, ring.weights(), 0);
+        const u32 x_at = __shfl_sync(0xFFFFFFFFu, x_ring.at() + threadIdx.x / 128 * (64 * 128), 0);
+        const u32 weights_at = __shfl_sync(0xFFFFFFFFu, weight_ring.at(), 0);
         const u64 x = operand(x_at), weights = operand(weights_at);
         open_products();
 #pragma unroll
-        for (int i = 0; i < 4; i++) product(acc, x + i * 2, weights + i * 2);  // 32 columns each
+        for (int i = 0; i < 4; i++) product(acc, x + i * 2, weights + i * 2);  // 32 bytes of each row
         close_products();
         wait_for_products<1>();
-        if (step > 0) give_back(last_empty);
-        last_empty = ring.empty();
-        ring.step();
+        if (step > 0) {
+            give_back(last_x);
+            give_back(last_weights);
+        }
+        last_x = x_ring.empty();
+        last_weights = weight_ring.empty();
+        x_ring.step();
+        weight_ring.step();
     }
     wait_for_products<0>();
     pin(acc);
-    give_back(last_empty);
 }
 
 // A warp's sums to those who add them: of a block's sums, by the block they come from, token and own piece.
@@ -205,42 +222,47 @@ __device__ __forceinline__ void write(const Item &item, const float *sums, void 
 }
 
 // x_map, weight_map: tensor maps of bytes, of boxes of 128 columns and TOKENS or ROWS rows, with 128-byte swizzle.
-// There are SPLITS steps of 128 columns at least, and TOKENS tokens at most; num_rows is a multiple of 8.
-// flags: 1 squared ReLU, 4 quantised with out_scale to e4m3 (out is bytes then).
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1) fp8_wgmma_kernel(
+// There are SPLITS steps of 128 bytes at least, and TOKENS tokens at most; num_rows is a multiple of 8.
+// flags: 1 squared ReLU, 4 quantised with out_scale to e4m3 (out is bytes then), 8 x is complete as soon as the kernel
+// before this one lets this one begin: all but the writing is done beside it.
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1) dense_wgmma_kernel(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, void *out, float alpha,
     float out_scale, int num_tokens, int num_rows, int all_steps, int flags) {
     extern __shared__ u8 memory[];
     u8 *const base = memory + (-address_of(memory) & 1023);
     const Item item(all_steps);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ahead = min(item.steps, STAGES);
-    Ring ring{address_of(base)};
+    const u32 barriers = address_of(base) + BARRIERS_AT;
+    const XRing x_ring{address_of(base), barriers};
+    WeightRing weight_ring{address_of(base) + ALL_X_BYTES, barriers + 16 * X_STAGES};
     if (threadIdx.x == WEIGHT_WARP * 32) {
-        for (int i = 0; i < STAGES; i++) {
-            init(ring.base + BARRIERS_AT + i * 8, 2);             // of weights and of x
-            init(ring.base + BARRIERS_AT + (STAGES + i) * 8, 4);  // a warp that multiplies each
-        }
+        x_ring.prepare();
+        weight_ring.prepare();
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        fetch_weights(ring, weight_map, item, 0, ahead);
+        fetch_weights(weight_ring, weight_map, item, 0, ahead);
     }
     __syncthreads();
     if constexpr (SPLITS > 1) cluster_arrive_relaxed();  // nobody is written to before it has begun
     if (warp == WEIGHT_WARP) {
-        if (lane == 0 && item.steps > ahead) fetch_weights(ring, weight_map, item, ahead, item.steps);
+        if (lane == 0 && item.steps > ahead) fetch_weights(weight_ring, weight_map, item, ahead, item.steps);
         __syncwarp();
     } else if (warp == X_WARP) {
-        gdc_wait();
-        gdc_launch_dependents();
-        if (lane == 0) fetch_x(ring, x_map, item);
+        if (!(flags & 8)) gdc_wait();
+        if (lane == 0) fetch_x(x_ring, x_map, item);
         __syncwarp();
     } else {
         float acc[ROWS / 2];
-        gdc_wait();
-        multiply(acc, ring, item.steps);
+        const auto join = [] {
+            gdc_wait();
+            gdc_launch_dependents();
+        };
+        if (!(flags & 8)) join();
+        multiply(acc, x_ring, {address_of(base) + ALL_X_BYTES, barriers + 16 * X_STAGES}, item.steps);
         __syncwarp();
         if constexpr (SPLITS > 1) cluster_wait();
-        else sync_multipliers();  // all have read the ring
-        hand_out(acc, item.split, num_tokens, ring.base + SUMS_AT);
+        else sync_multipliers();  // all have read the rings
+        if (flags & 8) join();
+        hand_out(acc, item.split, num_tokens, address_of(base) + SUMS_AT);
     }
     if constexpr (SPLITS > 1) {
         if (warp >= WEIGHT_WARP) cluster_wait();
