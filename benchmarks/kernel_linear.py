@@ -1,9 +1,10 @@
 """Time of the linears' kernels on a GPU, candidate tiles against each other and against torch: the tables' evidence.
 
-    python -m benchmarks.kernel_linear [--only nvfp4] [--tokens 1,8]
+    python -m benchmarks.kernel_linear [--only nvfp4] [--tokens 1,8] [--behind-norm]
 
 Each figure is the median of replays of a CUDA graph of calls that take turns over enough weights to defeat the L2
 cache, launched as in a model: one behind the other, with programmatic dependent launch where ours are concerned.
+--behind-norm: a norm of as many rows runs before each. Its time is in the figure, but for what a kernel does beside it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import torch
 import triton
 from torch import Tensor
 
-from hemiola.kernels import linear_dense, linear_nvfp4, nvfp4
+from hemiola.kernels import dense_wgmma, linear_dense, linear_nvfp4, nvfp4
+from hemiola.kernels.launch import num_sms
 from hemiola.kernels.linear_dense import GemvTile
+from hemiola.kernels.rms_norm import rms_norm
 from hemiola.kernels.split_k import DotTile, split
 
 BYTES_TO_ROTATE = 150e6
@@ -36,14 +39,36 @@ SHAPES = {
     "bf16": {"q": (4096, 2688), "kv": (256, 2688), "o": (2688, 4096), "lm_head": (131072, 2688)},
 }
 
-Tile = GemvTile | DotTile | str
+HIDDEN = 2688  # what the norm before a linear has
+
+Tile = GemvTile | DotTile | dense_wgmma.Tile | str
 
 
-def candidates(scheme: str, tokens: int, out_size: int) -> Iterator[Tile]:
+def wgmma_tiles(tokens: int, out_size: int, row_bytes: int) -> Iterator[dense_wgmma.Tile]:
+    """Even shares of a GPU, one to four blocks a cluster, in half of a multiprocessor's memory and in all of it."""
+    width = next(width for width in (8, 16, 32, 64, 128) if tokens <= width)
+    steps = triton.cdiv(row_bytes, dense_wgmma.STEP)
+    for splits in (1, 2, 4):
+        rows = triton.cdiv(out_size, num_sms() // splits * 8) * 8
+        own_steps = triton.cdiv(steps, splits)
+        for x_bytes in (16 << 10, 32 << 10, 64 << 10):
+            tile = dense_wgmma.Tile(width, rows, splits, 0, min(max(x_bytes // (128 * width), 2), own_steps))
+            for room in (113 << 10, 227 << 10):
+                left = room - dense_wgmma.shared_bytes(tile if splits > 1 else tile._replace(rows=0))
+                tile = tile._replace(stages=min(left // (128 * rows + 16), own_steps))
+                has_room = dense_wgmma.shared_bytes(tile) <= room and tile.stages * rows >= -width % 64
+                if 16 <= rows <= 256 and tile.stages >= min(3, own_steps) and has_room:
+                    yield tile
+                tile = tile._replace(stages=0)
+
+
+def candidates(scheme: str, tokens: int, out_size: int, in_size: int) -> Iterator[Tile]:
     """Tiles that may be right for so many tokens; a name stands for torch's product, with its epilogue apart."""
     is_large = out_size > 100_000
     if scheme != "nvfp4":
         yield "torch"
+    if scheme != "nvfp4" and dense_wgmma.LEAST_TOKENS <= tokens <= 128 and not is_large:
+        yield from dict.fromkeys(wgmma_tiles(tokens, out_size, in_size * (2 if scheme == "bf16" else 1)))
     if scheme != "nvfp4" and tokens <= 4:
         vector = 16 if scheme == "fp8" else 8
         for warps, columns in ((4, 512), (4, 1024), (4, 2048), (2, 512), (8, 1024)):
@@ -90,10 +115,10 @@ def cases(only: str | None, tokens: tuple[int, ...]) -> list[Case]:
         Case(scheme, name, count, tile)
         for scheme, shapes in SHAPES.items()
         if only in (None, scheme)
-        for name, (out_size, _) in shapes.items()
+        for name, (out_size, in_size) in shapes.items()
         for count in tokens
         if not (out_size > 100_000 and count > 256)  # of a prompt, only last rows have logits
-        for tile in candidates(scheme, count, out_size)
+        for tile in candidates(scheme, count, out_size, in_size)
     ]
 
 
@@ -102,6 +127,8 @@ def kernel_of(case: Case) -> tuple[object, ...]:
     out_size, in_size = SHAPES[case.scheme][case.name]
     if isinstance(case.tile, GemvTile):
         return case.scheme, in_size, case.tokens, case.tile
+    if isinstance(case.tile, dense_wgmma.Tile):
+        return case.scheme, case.tile
     assert isinstance(case.tile, DotTile)
     splits = split(case.tile, out_size, case.tokens, in_size, torch.device("meta")).grid[2]
     is_even = in_size % case.tile.columns == 0
@@ -136,6 +163,8 @@ def call(case: Case, x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
         return linear_dense.gemv(x, weight[0], 0.1, False, None, case.tile)
     if isinstance(case.tile, DotTile):
         return linear_dense.dot(x, weight[0], 0.1, False, None, case.tile)
+    if isinstance(case.tile, dense_wgmma.Tile):
+        return dense_wgmma.linear(x, weight[0], 0.1, tile=case.tile)
     if case.scheme == "bf16":
         return torch.nn.functional.linear(x, weight[0])
     one = weight[1]
@@ -167,15 +196,23 @@ def compile_cases(todo: list[Case]) -> list[str]:
     return found
 
 
-def microseconds(case: Case, x: Tensor, rotating: list[tuple[Tensor, ...]]) -> float:
-    """Of one call."""
+def microseconds(case: Case, x: Tensor, rotating: list[tuple[Tensor, ...]], behind_norm: bool) -> float:
+    """Of one call, and of the norm before it."""
+    rows = torch.randn(len(x), HIDDEN, device="cuda", dtype=torch.bfloat16)
+    scales = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def run(weight: tuple[Tensor, ...]) -> None:
+        if behind_norm:
+            rms_norm(rows, rows, scales, 1e-5)
+        call(case, x, weight)
+
     for _ in range(2):
-        call(case, x, rotating[0])
+        run(rotating[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for weight in rotating:
-            call(case, x, weight)
+            run(weight)
     times = []
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(REPLAYS + 1):
@@ -190,7 +227,7 @@ def microseconds(case: Case, x: Tensor, rotating: list[tuple[Tensor, ...]]) -> f
 def label(tile: Tile) -> str:
     if isinstance(tile, str):
         return tile
-    name = "gemv" if isinstance(tile, GemvTile) else "dot"
+    name = "gemv" if isinstance(tile, GemvTile) else "dot" if isinstance(tile, DotTile) else "wgmma"
     return f"{name}({', '.join(str(value) for value in tile)})"
 
 
@@ -199,6 +236,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SHAPES, help="one scheme")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--all", action="store_true", help="print every candidate, not only the best")
+    parser.add_argument("--behind-norm", action="store_true", help="a norm before each")
     arguments = parser.parse_args()
     todo = cases(arguments.only, tuple(int(count) for count in arguments.tokens.split(",")))
     began = time.monotonic()
@@ -226,7 +264,7 @@ def main() -> None:
                 for case in mine:
                     if case.tokens == tokens:
                         x = activations(case, in_size)
-                        results.append((microseconds(case, x, rotating), label(case.tile)))
+                        results.append((microseconds(case, x, rotating, arguments.behind_norm), label(case.tile)))
                 results.sort()
                 best = results[0][0]
                 for us, tile in results:
