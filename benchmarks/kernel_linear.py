@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -22,7 +23,6 @@ import triton
 from torch import Tensor
 
 from hemiola.kernels import dense_wgmma, linear_dense, linear_nvfp4, nvfp4
-from hemiola.kernels.launch import num_sms
 from hemiola.kernels.linear_dense import GemvTile
 from hemiola.kernels.rms_norm import rms_norm
 from hemiola.kernels.split_k import DotTile, split
@@ -46,20 +46,12 @@ Tile = GemvTile | DotTile | dense_wgmma.Tile | str
 
 def wgmma_tiles(tokens: int, out_size: int, row_bytes: int) -> Iterator[dense_wgmma.Tile]:
     """Even shares of a GPU, one to four blocks a cluster, in half of a multiprocessor's memory and in all of it."""
-    width = next(width for width in (8, 16, 32, 64, 128) if tokens <= width)
+    width = next(width for width in dense_wgmma.WIDTHS if tokens <= width)
     steps = triton.cdiv(row_bytes, dense_wgmma.STEP)
-    for splits in (1, 2, 4):
-        rows = triton.cdiv(out_size, num_sms() // splits * 8) * 8
-        own_steps = triton.cdiv(steps, splits)
-        for x_bytes in (16 << 10, 32 << 10, 64 << 10):
-            tile = dense_wgmma.Tile(width, rows, splits, 0, min(max(x_bytes // (128 * width), 2), own_steps))
-            for room in (113 << 10, 227 << 10):
-                left = room - dense_wgmma.shared_bytes(tile if splits > 1 else tile._replace(rows=0))
-                tile = tile._replace(stages=min(left // (128 * rows + 16), own_steps))
-                has_room = dense_wgmma.shared_bytes(tile) <= room and tile.stages * rows >= -width % 64
-                if 16 <= rows <= 256 and tile.stages >= min(3, own_steps) and has_room:
-                    yield tile
-                tile = tile._replace(stages=0)
+    for splits, x_stages, room in product((1, 2, 4), (2, 4, 8, 16, 32), dense_wgmma.SHARED_BYTES):
+        rows, x_bytes = dense_wgmma.even_rows(out_size, splits), x_stages * dense_wgmma.STEP * width
+        if 16 <= rows <= 256 and (tile := dense_wgmma.fitted(width, rows, splits, steps, room, x_bytes)):
+            yield tile
 
 
 def candidates(scheme: str, tokens: int, out_size: int, in_size: int) -> Iterator[Tile]:

@@ -39,6 +39,7 @@ __all__ = [
     "CudaFunction",
     "CudaModule",
     "compile_source",
+    "counter",
     "missing",
     "source_of",
     "tensor_map",
@@ -244,6 +245,13 @@ def _tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: in
         result = encode(*arguments)
     _check(result, f"a tensor map of {rows} rows of {columns} bytes, {stride} apart, at {address:#x}")
     return bytes(memory)[offset : offset + TENSOR_MAP_BYTES]
+
+
+@cache
+def counter(device: torch.device, name: str) -> Tensor:
+    """Two int32 zeros, in which a launch's blocks count what they take and how many of them have ended. The last one
+    sets both back to zero. Kernels that share a name's run one after another."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 class CudaModule:

@@ -21,16 +21,15 @@ KERNEL = "dense_wgmma_kernel"
 STEP = 128
 """Bytes of a row."""
 
-LEAST_TOKENS = 3
-MOST_TOKENS = {torch.float8_e4m3fn: 64, torch.bfloat16: 64}
+LEAST_TOKENS, MOST_TOKENS = 3, 64
 """For which it is faster than cuBLAS."""
 
 _RELU_SQUARED, _QUANTISED, _EARLY = 1, 4, 8
-_WIDTHS = (8, 16, 32, 64, 128)
+WIDTHS = (8, 16, 32, 64, 128)  # tokens of a block
 _SPLITS = (1, 2, 4, 8)
 _FEW, _ENOUGH_ROWS, _MOST_ROWS = 16, (64, 48), 256  # enough for few tokens, and for more
 # Of a block: with another one on its multiprocessor, so that the next launch begins to fetch its weights, or alone.
-_SHARED_BYTES = (113 << 10, 227 << 10)
+SHARED_BYTES = (113 << 10, 227 << 10)
 _X_BYTES = 32 << 10  # of the ring of x
 _MOST_STAGES = 24
 _PRODUCTS = {torch.float8_e4m3fn: ("k32.f32.e4m3.e4m3", ""), torch.bfloat16: ("k16.f32.bf16.bf16", ", 0, 0")}
@@ -80,11 +79,11 @@ def shared_bytes(tile: Tile) -> int:
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` is for these tokens and this weight, and can read and write them."""
-    if not (capability() == 90 and x.dtype == weight.dtype and x.dtype in MOST_TOKENS):
+    if not (capability() == 90 and x.dtype == weight.dtype and x.dtype in _PRODUCTS):
         return False
     item = x.dtype.itemsize
     return (
-        LEAST_TOKENS <= len(x) <= MOST_TOKENS[x.dtype]
+        LEAST_TOKENS <= len(x) <= MOST_TOKENS
         and x.shape[1] > 0
         and all(item * t.shape[1] % 16 == 0 and t.stride() == (t.stride(0), 1) for t in (x, weight))
         and all(item * t.stride(0) % 16 == 0 and t.stride(0) >= t.shape[1] for t in (x, weight))
@@ -101,23 +100,31 @@ def linear_tile(num_tokens: int, num_rows: int, steps: int) -> Tile | None:
 
     steps: of 128 bytes. None where no tile fits.
     """
-    tokens = next((width for width in _WIDTHS if num_tokens <= width), None)
+    tokens = next((width for width in WIDTHS if num_tokens <= width), None)
     if tokens is None:
         return None
-    even = {splits: triton.cdiv(num_rows, num_sms() // splits * 8) * 8 for splits in _SPLITS if splits <= steps}
+    even = {splits: even_rows(num_rows, splits) for splits in _SPLITS if splits <= steps}
     enough = _ENOUGH_ROWS[tokens > _FEW]
     splits = next((splits for splits, rows in even.items() if rows >= enough), max(even))
     rows = min(max(even[splits], 16, 8 * splits), _MOST_ROWS)
+    fitting = (fitted(tokens, rows, splits, steps, room) for room in SHARED_BYTES)
+    return next((tile for tile in fitting if tile), None)
+
+
+def even_rows(num_rows: int, splits: int) -> int:
+    """Rows of a block, so that as many blocks as there are multiprocessors have all."""
+    return -(-num_rows // (num_sms() // splits * 8)) * 8
+
+
+def fitted(tokens: int, rows: int, splits: int, steps: int, room: int, x_bytes: int = _X_BYTES) -> Tile | None:
+    """With as many stages as `room` bytes hold, of which x_bytes are those of x; None where they are too few."""
     own_steps = triton.cdiv(steps, splits)
-    tile = Tile(tokens, rows, splits, 0, min(_X_BYTES // (STEP * tokens), own_steps))
+    tile = Tile(tokens, rows, splits, 0, min(x_bytes // (STEP * tokens), own_steps))
     fixed = shared_bytes(tile) if splits > 1 else shared_bytes(tile._replace(rows=0))
-    for room in _SHARED_BYTES:
-        tile = tile._replace(stages=min((room - fixed) // (STEP * rows + 16), own_steps, _MOST_STAGES))
-        # Rows past the tokens of a product are in the rings, too.
-        fits = tile.stages >= min(3, own_steps) and tile.stages * rows >= -tokens % 64
-        if fits and shared_bytes(tile) <= room:
-            return tile
-    return None
+    tile = tile._replace(stages=min((room - fixed) // (STEP * rows + 16), own_steps, _MOST_STAGES))
+    # Rows past the tokens of a product are in the rings, too.
+    fits = tile.stages >= min(3, own_steps) and tile.stages * rows >= -tokens % 64
+    return tile if fits and shared_bytes(tile) <= room else None
 
 
 def linear(

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hemiola.kernels.cuda import CudaFunction, CudaModule, source_of
+from hemiola.kernels.cuda import CudaFunction, CudaModule, counter, source_of
 from hemiola.kernels.experts import NVFP4, End, ExpertWeights, align, combine, empty_parts, pairs_per_expert
 from hemiola.kernels.launch import capability, num_sms, uses_pdl
 
@@ -90,12 +90,6 @@ def split_function(tile: SplitTile, options: tuple[str, ...] = ()) -> CudaFuncti
 def split_shared_bytes(tile: SplitTile) -> int:
     stages = 8 if tile.tokens < 64 else 512 // tile.tokens
     return 1024 + stages * 256 * tile.tokens + 2 * tile.rows * tile.tokens + 1024
-
-
-@cache
-def _counter(device: torch.device) -> Tensor:
-    """Two zeros. Kernels that share them run one after another."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def takes(x: Tensor, num_rows: int, words: int) -> bool:
@@ -176,8 +170,9 @@ def project(
         (THREADS, 1, 1),
         (
             x, x.stride(0), bank.codes, bank.block_scales, bank.scale, sorted_pairs, tile_experts, num_tiles,
-            pair_weights, out, pieces, _counter(x.device), 1.0, 1.0, len(out), pairs_per_x, top_k + bank.num_shared,
-            bank.num_shared, num_experts - bank.num_shared, num_rows, x.shape[1], 4 * words, *tile, flags,
+            pair_weights, out, pieces, counter(x.device, "wgmma"), 1.0, 1.0, len(out), pairs_per_x,
+            top_k + bank.num_shared, bank.num_shared, num_experts - bank.num_shared, num_rows, x.shape[1], 4 * words,
+            *tile, flags,
         ),
         shared_bytes=SHARED_BYTES,
         pdl=uses_pdl(),
@@ -281,7 +276,7 @@ def linear(
         (min(num_sms(), items), 1, 1),
         (THREADS, 1, 1),
         (
-            x, x.stride(0), words, scales, None, None, None, None, None, out, None, _counter(x.device), alpha,
+            x, x.stride(0), words, scales, None, None, None, None, None, out, None, counter(x.device, "wgmma"), alpha,
             out_scale or 1.0, num_tokens, 1, 1, 0, 1, num_rows, columns, row_bytes, *tile, flags,
         ),
         shared_bytes=SHARED_BYTES,

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from hemiola.kernels import align as aligning
-from hemiola.kernels.cuda import CudaFunction, CudaModule
+from hemiola.kernels.cuda import CudaFunction, CudaModule, counter
 from hemiola.kernels.experts import (
     BF16,
     FP8,
@@ -142,13 +142,6 @@ def _group_function(options: tuple[str, ...]) -> CudaFunction:
 def _down_function(scheme: int, tile: DownTile, top_k: int, num_shared: int) -> CudaFunction:
     module = CudaModule(source(), down_options(scheme, tile, top_k, num_shared))
     return module.function("down_kernel", "PPPPPPPlfPiiiii")
-
-
-@cache
-def _counters(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of up, and of down, which begins beside it: two zeros, which they are again after each launch. Kernels that share
-    them run one after another."""
-    return tuple(torch.zeros(2, 2, dtype=torch.int32, device=device))
 
 
 def rows_shared_bytes(scheme: int, tile: RowsTile, row_bytes: int) -> int:
@@ -367,7 +360,8 @@ def project_groups(
             out, pieces, len(out), pairs_per_x, top_k, bank.num_shared, len(bank.codes), out.shape[1], x.shape[1],
             row_bytes, flags | _QUANTISED * (out_scales is not None),
             None if x.dtype == torch.float8_e4m3fn else bank.input_scale, out_scales,
-            _counters(x.device)[pair_weights is not None] if tile.chunk else None,
+            # Down begins beside up.
+            counter(x.device, "up" if pair_weights is None else "down") if tile.chunk else None,
         ),
         shared_bytes=group_shared_bytes(bank.scheme, tile, row_bytes),
         pdl=uses_pdl(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,24 @@ def test_pairs_are_grouped_into_memory_from_before_the_shared_part(
     rows_mma.experts(x, ids, weights, *banks, 1.0, shared if has_shared else None)
     grouping = ["shared", "fill_groups, early"] if has_shared else ["fill_groups"]
     assert events == ["empty_groups", "empty_rows", *grouping, "project_groups", "project_groups", "combine"]
+
+
+def test_down_which_begins_beside_up_counts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    launched = SimpleNamespace(launch=lambda grid, block, args, **kwargs: given.append(args[-1]))
+    monkeypatch.setattr(rows_mma, "_group_function", lambda options: launched)
+    monkeypatch.setattr(rows_mma, "uses_pdl", lambda: True)
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    bank = ExpertWeights(torch.zeros(NUM_EXPERTS, HIDDEN, HIDDEN, dtype=torch.bfloat16), None, None, None)
+    for tile in (rows_mma.GroupTile(8, 8, 3, 3, 50, 2), rows_mma.GroupTile(8, 8, 3, 3)):
+        for pair_weights in (None, x, None, x):
+            rows_mma.project_groups(x, 1, bank, TOP_K, x, x, x, x, tile, pair_weights=pair_weights)
+    up, down = given[:2]
+    assert up is not down
+    assert given[2] is up
+    assert given[3] is down
+    assert [counter.tolist() for counter in (up, down)] == [[0, 0]] * 2
+    assert given[4:] == [None] * 4, "nothing is left to be counted"
 
 
 @pytest.mark.parametrize("scheme", Scheme, ids=[scheme.value for scheme in Scheme])
