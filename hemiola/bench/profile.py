@@ -19,7 +19,7 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "experts",
         (
             *("experts_rows_kernel", "down_kernel", "grouped_kernel", "up_rows_kernel", "down_rows_kernel"),
-            *("combine_kernel", "align_", "quantise_pairs_kernel", "experts_wgmma_kernel"),
+            *("combine_kernel", "align_", "quantise_pairs_kernel", "experts_wgmma_kernel", "experts_grouped_kernel"),
             "combine_norm_kernel",  # with the next layer's norm
         ),
     ),

@@ -17,8 +17,6 @@
 // Behind wgmma.cuh. Defined from outside: TOKENS, ROWS, multiples of 8; SPLITS, STAGES, X_STAGES; and product(), see
 // dense_wgmma.py.
 
-struct u32x2 { u32 x, y; };
-struct alignas(16) u32x4 { u32 x, y, z, w; };
 struct alignas(16) f32x4 { float x, y, z, w; };
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -46,32 +44,6 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap &map, int column, i
 
 __device__ __forceinline__ void sync_multipliers() {
     asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLIERS) : "memory");
-}
-
-// What the tensor cores write keeps its registers until here, and is not computed before.
-__device__ __forceinline__ void pin(float (&v)[ROWS / 2]) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(v[i]) :: "memory");
-}
-
-// Rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.
-__device__ __forceinline__ u64 operand(u32 address) {
-    return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-// As in quantize.py.
-__device__ __forceinline__ float quotient(float x, float scale, float inverse) {
-    const float q = fminf(fmaxf(__fmul_rn(x, inverse), -1024.f), 1024.f);
-    return __fmaf_rn(__fmaf_rn(q, -scale, x), inverse, q);
-}
-
-// Two bfloat16, divided, to e4m3: saturating; NaN stays.
-__device__ __forceinline__ u32 to_e4m3(u32 v, float scale, float inverse) {
-    u16 r;
-    const float low = quotient(__uint_as_float(v << 16), scale, inverse);
-    const float high = quotient(__uint_as_float(v & 0xFFFF0000u), scale, inverse);
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
-    return r;
 }
 
 // ---------------------------------------------------------------------------------------------------- a block
@@ -250,18 +222,16 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         if (!(flags & 8)) gdc_wait();
         if (lane == 0) fetch_x(x_ring, x_map, item);
         __syncwarp();
+        gdc_wait();
+        gdc_launch_dependents();
     } else {
         float acc[ROWS / 2];
-        const auto join = [] {
-            gdc_wait();
-            gdc_launch_dependents();
-        };
-        if (!(flags & 8)) join();
+        if (!(flags & 8)) gdc_wait();
         multiply(acc, x_ring, {address_of(base) + ALL_X_BYTES, barriers + 16 * X_STAGES}, item.steps);
         __syncwarp();
         if constexpr (SPLITS > 1) cluster_wait();
         else sync_multipliers();  // all have read the rings
-        if (flags & 8) join();
+        if (flags & 8) gdc_wait();
         hand_out(acc, item.split, num_tokens, address_of(base) + SUMS_AT);
     }
     if constexpr (SPLITS > 1) {

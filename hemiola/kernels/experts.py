@@ -60,6 +60,20 @@ End = Callable[[Tensor, Tensor | None, int, float, Tensor | None], Any]
 that none is needed (`FEW_TOKENS`)."""
 
 
+class SharedLinears(NamedTuple):
+    """The shared expert's two linears. up: launches the first, and returns what it makes. down: launches the second for
+    that, and whether it is complete as soon as the kernel before lets this one begin. beside: the second can begin
+    beside a kernel that it takes nothing from."""
+
+    up: Callable[[], Tensor]
+    down: Callable[[Tensor, bool], Tensor]
+    beside: bool
+
+    def part(self) -> Tensor:
+        """Both, one behind the other."""
+        return self.down(self.up(), False)
+
+
 class ExpertWeights(NamedTuple):
     """One projection of all experts, as kernels read it.
 

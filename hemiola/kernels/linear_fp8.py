@@ -35,14 +35,16 @@ def linear_fp8(
     relu_squared: bool = False,
     out_scale: float | None = None,
     invariant: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """(e4m3(x / input_scale) @ codes^T) * scale, finished as `hemiola.kernels.quantize` says.
 
     x: (T, in), rows contiguous, bfloat16, or float8_e4m3fn codes already. invariant: one tile for any T.
+    early: of codes, as of `dense_wgmma.linear`.
     Returns (T, out) bfloat16, or float8_e4m3fn where out_scale is given.
     """
     if x.dtype != torch.float8_e4m3fn:
-        x = quantize(x, weight.input_scale)
+        x, early = quantize(x, weight.input_scale), False
     num_tokens, in_size = x.shape
     fits = in_size % 16 == 0 and len(weight.codes) % 16 == 0
     if invariant:
@@ -52,7 +54,7 @@ def linear_fp8(
     if not fits:
         return dot(x, weight.codes, weight.scale, relu_squared, out_scale, FALLBACK)
     if dense_wgmma.takes(x, weight.codes):
-        return dense_wgmma.linear(x, weight.codes, weight.scale, relu_squared, out_scale)
+        return dense_wgmma.linear(x, weight.codes, weight.scale, relu_squared, out_scale, early=early)
     y = torch._scaled_mm(
         x.contiguous(), weight.codes.T, weight.on_device, _one(x.device), out_dtype=torch.bfloat16, use_fast_accum=True
     )

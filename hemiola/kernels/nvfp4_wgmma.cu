@@ -5,10 +5,6 @@
 // (g = lane / 4, t = lane % 4) reads words 2 t and 2 t + 1 of each group of 64 columns, whose codes j are columns
 // 8 j + 2 t and 8 j + 2 t + 1, which the fragment wants side by side. Its rows are g and g + 8 of a tile of 16.
 //
-// A code's sign and magnitude bits, moved to a bfloat16's sign and to the last bits of its exponent with the first of
-// its mantissa, are its value times 2^-126; scales are times 2^119. Their product, e2m1 times e4m3 times 2^-7, is exact
-// in bfloat16; what remains belongs to `alpha`.
-//
 // A block is one warpgroup that copies rows of x into a ring of stages, 128 columns each, and two that multiply, 128
 // rows of weights each: while the tensor cores work on 32 columns of 64 rows, the next ones are decoded. Blocks stay,
 // and take items, a tile of tokens times 256 rows of weights, from a counter, which the last block sets back to 0.
@@ -18,7 +14,7 @@
 // With SPLITS it is another kernel, of a linear alone: a cluster of so many blocks is an item, and shares its columns
 // out. Each block adds all blocks' sums, out of their shared memory and in their order, for a share of the tokens.
 //
-// Behind wgmma.cuh. Defined from outside: WGMMA_KERNEL (a name, by which a trace tells what it is for), and product(), a
+// Behind wgmma.cuh and nvfp4.cuh. Defined from outside: WGMMA_KERNEL (a name, by which a trace tells what it is for), and product(), a
 // wgmma of 64 rows, 16 columns and N tokens: see nvfp4_wgmma.py; with SPLITS also TILE_TOKENS and TILE_ROWS, of an item,
 // and EARLY, or not.
 
@@ -39,9 +35,6 @@ constexpr int UNIT = 64 * TILES;  // rows of weights of a warpgroup
 constexpr int WARPGROUP = 128;
 constexpr u32 HALF_BYTES = TOKENS * 128, STAGE_BYTES = 2 * HALF_BYTES, STAGING_BYTES = TOKENS * UNIT * 2;
 static_assert(LAG + 2 <= STAGES, "a stage is given back while the next one is multiplied, and may wait for its copy");
-
-struct u32x2 { u32 x, y; };
-struct alignas(16) u32x4 { u32 x, y, z, w; };
 
 // An item: what its tile of tokens is, and where its rows begin. count: its tokens, 0 when there are no more items.
 struct Slot {
@@ -80,22 +73,6 @@ __device__ __forceinline__ void fetch_to_l2(const void *p, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
 }
 
-// What the tensor cores read or write meanwhile keeps its registers until here, and is not computed before.
-template <typename T>
-__device__ __forceinline__ void pin(T &v) {
-    if constexpr (sizeof(T) > 4)
-#pragma unroll
-        for (auto &part : v) pin(part);
-    else if constexpr (T(0.5f) == T(0)) asm volatile("" : "+r"(v) :: "memory");
-    else asm volatile("" : "+f"(v) :: "memory");
-}
-
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
-    u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
-    return r;
-}
-
 // Two bfloat16, divided, to e4m3: saturating; NaN stays.
 __device__ __forceinline__ u32 to_e4m3(u32 v, float scale) {
     u16 r;
@@ -106,37 +83,20 @@ __device__ __forceinline__ u32 to_e4m3(u32 v, float scale) {
 
 // ---------------------------------------------------------------------------------------------------- weights
 
-// The scales of half a word's codes, 0 and 1, and 2 and 3, from a group's word of scales.
-__device__ __forceinline__ void spread(u32 scales, int half, u32 mask, u32 &first, u32 &second) {
-    first = (__byte_perm(scales, 0, half ? 0x3232 : 0x1010) & mask) | 0x70007000u;
-    second = (__byte_perm(scales, 0, half ? 0x2323 : 0x0101) & mask) | 0x70007000u;
-}
-
-// Half of two words: its four codes, each beside the other word's.
-__device__ __forceinline__ void decode(u32x2 words, u32 scales, int half, u32 mask, u32 (&a)[4]) {
-    const u32 m = 0x81C081C0u, w = __byte_perm(words.x, words.y, half ? 0x7632 : 0x5410);
-    u32 first, second;
-    spread(scales, half, mask, first, second);
-    a[0] = mul2(w & m, first);
-    a[1] = mul2((w << 3) & m, first);
-    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
-    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
-}
-
 // A lane's part of a warp's tiles of 16 rows, 64 rows apart: rows g and g + 8, of one step of 128 columns.
 struct Weights {
     const u8 *codes;
     const u8 *scales;
     u32 codes_at[TILES], scales_at[TILES];  // bytes from there, of the step that is loaded next
     u32x2 upper[TILES][2], lower[TILES][2], row_scales[TILES][2];  // by tile and group of 64 columns; scales: both rows
-    u32 scale_mask;  // 0x0FF00FF0, in a register: an instruction has room for one constant
+    u32 mask;
 
     // Tiles past the end repeat the last one.
     __device__ __forceinline__ void start(const u8 *codes_, const u8 *scales_, int expert, int unit, int num_rows,
                                           int row_bytes, int first_step) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
         const i64 bank = (i64)expert * num_rows * row_bytes;
-        asm volatile("mov.u32 %0, 0x0FF00FF0;" : "=r"(scale_mask));
+        mask = scale_mask();
         codes = codes_ + bank;
         scales = scales_ + bank / 8;
 #pragma unroll
@@ -171,16 +131,7 @@ struct Weights {
     // Columns 32 q .. of the step of tile b, for two products of 16.
     __device__ __forceinline__ void decode_quarter(int b, int q, u32 (&a)[2][4]) const {
         const int group = q / 2, half = q % 2;
-        u32 u[4], l[4];
-        decode(upper[b][group], row_scales[b][group].x, half, scale_mask, u);
-        decode(lower[b][group], row_scales[b][group].y, half, scale_mask, l);
-#pragma unroll
-        for (int p = 0; p < 2; p++) {
-            a[p][0] = u[2 * p];
-            a[p][1] = l[2 * p];
-            a[p][2] = u[2 * p + 1];
-            a[p][3] = l[2 * p + 1];
-        }
+        ::decode_quarter(upper[b][group], lower[b][group], row_scales[b][group], half, mask, a[0], a[1]);
     }
 };
 
@@ -281,8 +232,7 @@ __device__ __forceinline__ void multiply(float (&acc)[TILES][N / 2], Weights &we
         ring.wait_full();
         // The same in all lanes, which lets it stay in a uniform register.
         const u32 memory = __shfl_sync(0xFFFFFFFFu, ring_memory + ring.stage * STAGE_BYTES, 0);
-        // Rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.
-        const u64 rows = (u64)(memory >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+        const u64 rows = operand(memory);
 #pragma unroll
         for (int i = 0; i < 4 * TILES; i++) {  // quarter i / TILES of tile i % TILES
             const int q = i / TILES, next = (i + 1) % (4 * TILES), next_tile = next % TILES, next_q = next / TILES;

@@ -73,7 +73,7 @@ def source() -> str:
         "    float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b);"
     )
     products = "".join(product(tokens) for tokens in _WIDTHS)
-    return f"{declared}{products}\n{source_of('wgmma.cuh', 'nvfp4_wgmma.cu')}"
+    return f"{declared}{products}\n{source_of('wgmma.cuh', 'nvfp4.cuh', 'nvfp4_wgmma.cu')}"
 
 
 @cache

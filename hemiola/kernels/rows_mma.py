@@ -2,6 +2,8 @@
 
 What Triton cannot say here is which thread holds which code. With the codes' place in the fragments of mma.m16n8k16
 known, a warp reads them once, decodes them in registers and multiplies, with nothing in between.
+
+Pairs grouped by expert are taken by the kernel of `grouped_wgmma` instead, where it can run and has a tile for them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import triton
 from torch import Tensor
 
 from hemiola.kernels import align as aligning
+from hemiola.kernels import grouped_wgmma
 from hemiola.kernels.cuda import CudaFunction, CudaModule, counter
 from hemiola.kernels.experts import (
     BF16,
@@ -24,12 +27,14 @@ from hemiola.kernels.experts import (
     NVFP4,
     End,
     ExpertWeights,
+    SharedLinears,
     combine,
     empty_groups,
     empty_parts,
     fill_groups,
     pairs_per_expert,
 )
+from hemiola.kernels.grouped_wgmma import Fp8Tile, Nvfp4Tile, WgmmaTile
 from hemiola.kernels.launch import is_interpreted, num_sms, shared_memory, uses_pdl
 from hemiola.kernels.nvfp4 import GROUP, words_per_row
 from hemiola.kernels.tiles import PIECE_BYTES
@@ -91,6 +96,12 @@ GROUP_TILES = {
     NVFP4: ((4.5, GroupTile(8, 8, 3, 2)), (10.0, GroupTile(16, 8, 3, 2)), (24.0, GroupTile(24, 16, 3, 1))),
     FP8: ((3.7, GroupTile(8, 8, 3, 3, 50, 4)), (7.5, GroupTile(16, 16, 4, 1)), (18.0, GroupTile(24, 20, 3, 1))),
     BF16: ((3.7, GroupTile(8, 8, 3, 3, 50, 2)), (7.5, GroupTile(16, 10, 3, 2)), (30.0, GroupTile(24, 20, 2, 1))),
+}
+# By scheme, on Hopper: by the most pairs an expert, on average, that a tile is for. None: one of the other table.
+WGMMA_TILES: dict[int, tuple[tuple[float, WgmmaTile | None], ...]] = {
+    NVFP4: ((10.0, None), (24.0, Nvfp4Tile(24, 3, 7))),
+    FP8: ((2.0, Fp8Tile(8, 6, 2)), (7.5, None), (18.0, Fp8Tile(24, 6, 2))),
+    BF16: (),
 }
 
 
@@ -191,17 +202,18 @@ def takes_experts(x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens:
     if scheme != down.scheme:
         return False
     row_bytes = max(bank.codes.shape[2] * bank.codes.element_size() for bank in (up, down))
-    tile: RowsTile | GroupTile
+    tile: RowsTile | GroupTile | WgmmaTile
     pairs_per_token = top_k + up.num_shared
     if is_direct(scheme, num_tokens, pairs_per_token):
         tile, down_tile = DIRECT[scheme][num_tokens - 1]
         if down_shared_bytes(scheme, down_tile, pairs_per_token, row_bytes) > shared_memory():
             return False
     else:
-        per_expert = pairs_per_expert(num_tokens, top_k, up)
-        if per_expert > GROUP_TILES[scheme][-1][0]:
+        tile = experts_tile(x, up, down, num_tokens, top_k)
+        if not isinstance(tile, GroupTile):
+            return True
+        if pairs_per_expert(num_tokens, top_k, up) > GROUP_TILES[scheme][-1][0]:
             return False
-        tile = group_tile(scheme, per_expert)
     return takes(scheme, x, row_bytes, tile)
 
 
@@ -217,13 +229,14 @@ def experts(
     up: ExpertWeights,
     down_: ExpertWeights,
     routed_scale: float,
-    shared: Callable[[], Tensor] | None,
+    shared: SharedLinears | None,
     end: End | None = None,
 ) -> Any:
     """`kernels.experts.experts` for few pairs an expert, where `takes_experts` says so.
 
-    shared: launches kernels that make the shared part of x, whose last one pairs are grouped beside. ids, and x, have
-    to be complete as soon as these kernels have begun: as where one kernel before them has made ids of x."""
+    shared: its second linear runs beside the routed experts' up projection if it can, else before it. Pairs are grouped
+    beside one of the two. ids and x have to be complete as soon as these kernels have begun: as where the kernel before
+    them has made ids of x."""
     assert ids.dtype == torch.int32, f"ids are {ids.dtype}, and the kernels read int32"
     num_tokens, top_k = ids.shape
     scheme, hidden_type = up.scheme, torch.float8_e4m3fn if down_.scheme == FP8 else x.dtype
@@ -236,26 +249,41 @@ def experts(
         width = 8 * words_per_row(inter) if in_place else inter
         hidden = torch.empty(num_tokens * pairs_per_token, width, dtype=hidden_type, device=x.device)
         row_tile, down_tile = DIRECT[scheme][num_tokens - 1]
-        part = shared() if shared else None
+        part = shared.part() if shared else None
         project(
             x, pairs_per_token, up, top_k, ids, hidden, row_tile, out_scales=down_.input_scale, out_in_place=in_place
         )  # fmt: skip
         columns = inter if in_place else None
         return down(hidden, down_, ids, weights, part, routed_scale, x.shape[1], down_tile, columns)
-    tile, num_experts = group_tile(scheme, pairs_per_expert(num_tokens, top_k, up)), len(up.codes)
+    tile, num_experts = experts_tile(x, up, down_, num_tokens, top_k), len(up.codes)
     # Allocated first, so that nothing which the shared part's kernels use is written beside them.
     groups = empty_groups(ids, num_experts, tile.tokens, up.num_shared)
-    rows = aligning.empty_rows(x) if scheme == NVFP4 and aligning.takes_rows(ids, num_experts, x) else None
-    part = shared() if shared else None
+    rows = None
+    if isinstance(tile, GroupTile) and scheme == NVFP4 and aligning.takes_rows(ids, num_experts, x):
+        rows = aligning.empty_rows(x)
+    part = shared.part() if shared and not shared.beside else None
+    between = shared.up() if shared and shared.beside else None
     fill_groups(groups, ids, num_experts, tile.tokens, up.num_shared, x, rows, early=bool(shared))
     hidden = torch.empty(num_tokens * pairs_per_token, inter, dtype=hidden_type, device=x.device)
-    project_groups(
-        x if rows is None else rows, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale,
-        x_in_place=rows is not None,
-    )  # fmt: skip
     parts, pieces = empty_parts(x, num_tokens, top_k, down_)
-    project_groups(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
+    launch: Callable[..., None] = project_groups if isinstance(tile, GroupTile) else grouped_wgmma.project
+    own_x, order = (x, {}) if rows is None else (rows, {"x_in_place": True})
+    launch(own_x, pairs_per_token, up, top_k, *groups, hidden, tile, out_scales=down_.input_scale, **order)
+    if shared and between is not None:
+        part = shared.down(between, True)
+    launch(hidden, 1, down_, top_k, *groups, parts, tile, pair_weights=weights, pieces=pieces)
     return (end or combine)(parts, pieces, top_k, routed_scale, part)
+
+
+def experts_tile(
+    x: Tensor, up: ExpertWeights, down: ExpertWeights, num_tokens: int, top_k: int
+) -> WgmmaTile | GroupTile:
+    """The tile for pairs grouped by expert: one of WGMMA_TILES where there is one for so many, and it can run."""
+    scheme, per_expert = up.scheme, pairs_per_expert(num_tokens, top_k, up)
+    wgmma_tile = next((tile for most, tile in WGMMA_TILES[scheme] if per_expert <= most), None)
+    if wgmma_tile and grouped_wgmma.takes(x, up, down, wgmma_tile):
+        return wgmma_tile
+    return group_tile(scheme, per_expert)
 
 
 def group_tile(scheme: int, per_expert: float) -> GroupTile:

@@ -1,4 +1,4 @@
-// What the kernels for Hopper's wgmma share: barriers in shared memory, clusters, products under way.
+// What the kernels for Hopper's wgmma share: barriers in shared memory, clusters, products under way, results.
 //
 // With SPIN_LIMIT_NS nothing waits longer at a barrier; the kernel traps instead.
 
@@ -7,6 +7,9 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 typedef long long i64;
+
+struct u32x2 { u32 x, y; };
+struct alignas(16) u32x4 { u32 x, y, z, w; };
 
 __device__ __forceinline__ u32 address_of(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -63,6 +66,36 @@ __device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_gr
 template <int N>
 __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
+
+// What the tensor cores read or write meanwhile keeps its registers until here, and is not computed before.
+template <typename T>
+__device__ __forceinline__ void pin(T &v) {
+    if constexpr (sizeof(T) > 4)
+#pragma unroll
+        for (auto &part : v) pin(part);
+    else if constexpr (T(0.5f) == T(0)) asm volatile("" : "+r"(v) :: "memory");
+    else asm volatile("" : "+f"(v) :: "memory");
+}
+
+// An operand in shared memory: rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.
+__device__ __forceinline__ u64 operand(u32 address) {
+    return (u64)(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// As in quantize.py.
+__device__ __forceinline__ float quotient(float x, float scale, float inverse) {
+    const float q = fminf(fmaxf(__fmul_rn(x, inverse), -1024.f), 1024.f);
+    return __fmaf_rn(__fmaf_rn(q, -scale, x), inverse, q);
+}
+
+// Two bfloat16, divided, to e4m3: saturating; NaN stays. inverse: 1 / scale, to the nearest.
+__device__ __forceinline__ u32 to_e4m3(u32 v, float scale, float inverse) {
+    u16 r;
+    const float low = quotient(__uint_as_float(v << 16), scale, inverse);
+    const float high = quotient(__uint_as_float(v & 0xFFFF0000u), scale, inverse);
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
 }
 
 // Two float32 to bfloat16, and their squared ReLU from there, rounded. NaN stays.

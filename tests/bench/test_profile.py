@@ -17,6 +17,7 @@ from hemiola.kernels import (
     align,
     combine_norm,
     dense_wgmma,
+    grouped_wgmma,
     mamba2_update,
     norm_linear,
     nvfp4_wgmma,
@@ -45,7 +46,7 @@ def launched() -> list[str]:
 IN_CUDA = (
     *(rows_mma.LINEAR, rows_mma.EXPERTS, "down_kernel", mamba2_update.KERNEL, rms_norm.KERNEL, router.KERNEL),
     *(nvfp4_wgmma.LINEAR, nvfp4_wgmma.EXPERTS, align.COUNT, align.PLACE, norm_linear.KERNEL, dense_wgmma.KERNEL),
-    combine_norm.KERNEL,
+    *(combine_norm.KERNEL, grouped_wgmma.KERNEL),
 )
 
 
@@ -58,6 +59,7 @@ def test_kernels_are_told_apart() -> None:
     assert len(launched()) > 20
     assert part_of(rows_mma.LINEAR) == part_of("nvjet_sm90_qqtst_128x8_128x12_4x1_v_bz_TNT") == "linears"
     assert part_of(rows_mma.EXPERTS) == part_of("combine_kernel") == part_of(combine_norm.KERNEL) == "experts"
+    assert part_of(grouped_wgmma.KERNEL) == "experts"
     assert part_of("_combine_kernel") == "attention"
     assert part_of(mamba2_update.KERNEL) == "states"
     assert part_of("logits_rows_kernel") == part_of(router.KERNEL) == "router"

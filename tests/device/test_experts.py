@@ -20,7 +20,7 @@ from hemiola.kernels import experts as kernels
 from hemiola.kernels import rows_mma
 from hemiola.kernels.align import empty_rows
 from hemiola.kernels.cuda import counter
-from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, experts
+from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, SharedLinears, experts
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.kernels.quantize import finish
 from hemiola.kernels.rms_norm import rms_norm
@@ -183,12 +183,17 @@ def run(case: Layer, given: Inputs, invariant: bool = False) -> Tensor:
     return experts(x, ids, weights, *case.packed, 2.5, shared, invariant=invariant)
 
 
+def as_linears(shared: Tensor) -> SharedLinears:
+    """What makes this shared part."""
+    return SharedLinears(shared.clone, lambda hidden, early: hidden, beside=False)
+
+
 def results(case: Layer, given: Inputs) -> list[Tensor]:
     """What every way through the layer makes of it."""
     found = [run(case, given, invariant) for invariant in (False, True)]
     if rows_mma.takes_experts(given.x, *case.packed, *given.ids.shape):
         poison(given, case)
-        found.append(rows_mma.experts(*given[:3], *case.packed, 2.5, given.shared.clone))
+        found.append(rows_mma.experts(*given[:3], *case.packed, 2.5, as_linears(given.shared)))
     return found
 
 
@@ -296,10 +301,11 @@ def test_the_shared_expert_as_two_more(scheme: Scheme, geometry: tuple[int, int,
 
 
 @every_scheme
-@pytest.mark.parametrize("num_tokens", [33, 64])
+@pytest.mark.parametrize("num_tokens", [20, 33, 64, 130])
 def test_a_shared_part_of_linears_runs_beside_its_neighbours(scheme: Scheme, num_tokens: int) -> None:
     """Norm, router and experts, replayed as a graph with new inputs, give the bits of one kernel after the other: the
-    first of the shared expert's products begins while the router runs, and pairs are grouped beside the second."""
+    first of the shared expert's products begins while the router runs, pairs are grouped beside it or the second one,
+    and that may run beside the routed experts' up projection."""
     num_experts, top_k, hidden, inter, _ = LIGHTNING
     case = layer(scheme, num_experts, hidden, inter)
     g = torch.Generator("cuda").manual_seed(SEED + 2)
@@ -433,7 +439,7 @@ def test_runs_repeat_to_the_bit_and_graphs_follow_their_inputs(scheme: Scheme) -
 def chained(case: Layer, x: Tensor, given: Inputs) -> Tensor:
     """Both kinds of kernels one after the other."""
     x = experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared)
-    return rows_mma.experts(x, given.ids, given.weights, *case.packed, 0.1, given.shared.clone)
+    return rows_mma.experts(x, given.ids, given.weights, *case.packed, 0.1, as_linears(given.shared))
 
 
 def test_pairs_are_grouped_by_expert() -> None:

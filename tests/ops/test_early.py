@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from hemiola.formats.weight import Scheme, SharedExpert, Weight
-from hemiola.kernels import align, router, rows_mma
-from hemiola.kernels.experts import NVFP4, ExpertWeights
+from hemiola.kernels import align, grouped_wgmma, linear_fp8, router, rows_mma
+from hemiola.kernels.experts import NVFP4, ExpertWeights, SharedLinears
 from hemiola.ops.device import moe_experts
 from hemiola.ops.resident import ResidentWeights
 
 HIDDEN, INTER, NUM_EXPERTS, TOP_K, TOKENS = 128, 64, 4, 2, 8
 
 
-@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize("shared", ["none", "before", "beside"])
 def test_pairs_are_grouped_into_memory_from_before_the_shared_part(
-    has_shared: bool, monkeypatch: pytest.MonkeyPatch
+    shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So nothing that the kernels beside the grouping use is written by it."""
+    """So nothing that the kernels beside the grouping use is written by it. Of the shared part the second linear begins
+    early only behind a kernel that makes nothing for it."""
     events: list[str] = []
 
     def noted(module: Any, name: str, result: Any = None) -> None:
@@ -33,14 +34,20 @@ def test_pairs_are_grouped_into_memory_from_before_the_shared_part(
 
         monkeypatch.setattr(module, name, call)
 
+    monkeypatch.setattr(grouped_wgmma, "capability", lambda: 80)
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
     noted(rows_mma, "empty_groups")
     noted(align, "empty_rows")
     for name in ("fill_groups", "project_groups", "combine"):
         noted(rows_mma, name, x)
 
-    def shared() -> torch.Tensor:
-        events.append("shared")
+    def first() -> torch.Tensor:
+        events.append("first")
+        return x
+
+    def second(hidden: torch.Tensor, early: bool) -> torch.Tensor:
+        assert hidden is x
+        events.append("second, early" if early else "second")
         return x
 
     def bank(rows: int, columns: int) -> ExpertWeights:
@@ -51,9 +58,14 @@ def test_pairs_are_grouped_into_memory_from_before_the_shared_part(
     weights = torch.ones(TOKENS, TOP_K)
     banks = bank(INTER, HIDDEN), bank(HIDDEN, INTER)
     assert banks[0].scheme == NVFP4
-    rows_mma.experts(x, ids, weights, *banks, 1.0, shared if has_shared else None)
-    grouping = ["shared", "fill_groups, early"] if has_shared else ["fill_groups"]
-    assert events == ["empty_groups", "empty_rows", *grouping, "project_groups", "project_groups", "combine"]
+    linears = None if shared == "none" else SharedLinears(first, second, beside=shared == "beside")
+    rows_mma.experts(x, ids, weights, *banks, 1.0, linears)
+    projections = {
+        "none": ["fill_groups", "project_groups", "project_groups"],
+        "before": ["first", "second", "fill_groups, early", "project_groups", "project_groups"],
+        "beside": ["first", "fill_groups, early", "project_groups", "second, early", "project_groups"],
+    }
+    assert events == ["empty_groups", "empty_rows", *projections[shared], "combine"]
 
 
 def test_down_which_begins_beside_up_counts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +91,8 @@ def test_down_which_begins_beside_up_counts_by_itself(monkeypatch: pytest.Monkey
 def test_the_shared_part_begins_early_behind_a_router_that_does_not_make_its_input(
     num_tokens: int, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The router's kernel for a few numbers of tokens norms x itself, and FP8's x is quantised. Down always waits."""
+    """The router's kernel for a few numbers of tokens norms x itself, and FP8's x is quantised. Down obeys."""
+    monkeypatch.setattr(moe_experts, "capability", lambda: 90)
     seen: list[bool] = []
 
     def run(x: torch.Tensor, *args: Any, early: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -89,5 +102,42 @@ def test_the_shared_part_begins_early_behind_a_router_that_does_not_make_its_inp
     monkeypatch.setattr(moe_experts._LINEAR[scheme], "run", run)
     x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
     weight = Weight("w", (HIDDEN, HIDDEN), scheme, torch.zeros(HIDDEN, HIDDEN // 2, dtype=torch.uint8))
-    moe_experts._shared_part(x, SharedExpert(weight, weight), ResidentWeights(x.device), invariant=False)
-    assert seen == [scheme is not Scheme.FP8 and num_tokens not in router.NORM_TOKENS, False]
+    linears = moe_experts._shared_linears(x, SharedExpert(weight, weight), ResidentWeights(x.device), invariant=False)
+    is_early = scheme is not Scheme.FP8 and num_tokens not in router.NORM_TOKENS
+    linears.part()
+    linears.down(linears.up(), True)
+    assert seen == [is_early, False, is_early, True]
+
+
+@pytest.mark.parametrize("scheme", Scheme, ids=[scheme.value for scheme in Scheme])
+def test_the_second_shared_linear_runs_beside_up_where_it_is_one_of_wgmma(
+    scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = Weight("w", (HIDDEN, HIDDEN), scheme, torch.zeros(HIDDEN, HIDDEN // 2, dtype=torch.uint8))
+
+    def is_beside(num_tokens: int) -> bool:
+        x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
+        linears = moe_experts._shared_linears(
+            x, SharedExpert(weight, weight), ResidentWeights(x.device), invariant=False
+        )
+        return linears.beside
+
+    most = moe_experts.BESIDE_TOKENS[scheme]
+    monkeypatch.setattr(moe_experts, "capability", lambda: 90)
+    assert [is_beside(count) for count in (1, most, most + 1)] == [most > 0, True, False]
+    monkeypatch.setattr(moe_experts, "capability", lambda: 100)
+    assert not is_beside(1)
+
+
+def test_codes_that_a_kernel_of_its_own_makes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8's linear quantises bfloat16 in a kernel right before its own."""
+    seen: list[bool] = []
+    monkeypatch.setattr(linear_fp8.dense_wgmma, "takes", lambda x, weight: True)
+    monkeypatch.setattr(linear_fp8.dense_wgmma, "linear", lambda *args, early: seen.append(early))
+    codes = torch.zeros(HIDDEN, HIDDEN, dtype=torch.float8_e4m3fn)
+    monkeypatch.setattr(linear_fp8, "quantize", lambda x, scale: codes[: len(x)])
+    weight = linear_fp8.Fp8Weight(codes, 1.0, 1.0, torch.ones(1))
+    for x in (torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), codes[:TOKENS]):
+        for early in (False, True):
+            linear_fp8.linear_fp8(x, weight, early=early)
+    assert seen == [False, False, False, True]

@@ -36,8 +36,9 @@ def run(
     *,
     resident: ResidentWeights,
     invariant: bool,
+    early: bool = False,
 ) -> Tensor:
-    return linear_fp8(x, prepare(weight, resident), relu_squared, out_scale, invariant)
+    return linear_fp8(x, prepare(weight, resident), relu_squared, out_scale, invariant, early)
 
 
 def _build(weight: Weight, resident: ResidentWeights) -> Fp8Weight:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hemiola.formats.weight import ExpertBank, Experts, Scheme, SharedExpert, Weight
 from hemiola.kernels import nvfp4_wgmma, router, rows_mma
-from hemiola.kernels.experts import BF16, FP8, NVFP4, End, ExpertWeights, empty_codes, experts
+from hemiola.kernels.experts import BF16, FP8, NVFP4, End, ExpertWeights, SharedLinears, empty_codes, experts
 from hemiola.kernels.launch import capability
 from hemiola.kernels.nvfp4 import REMAINDER, pack_words, words_per_row
 from hemiola.kernels.tiles import TILE, write_tiles
@@ -28,6 +28,8 @@ from hemiola.tap import Tap
 _LINEAR = {Scheme.PLAIN: linear, Scheme.FP8: linear_fp8, Scheme.NVFP4: linear_nvfp4}
 # By scheme: most for which pieces of the shared expert are faster than linears.
 TOGETHER_TOKENS = {NVFP4: 48, FP8: 16, BF16: 16}
+# By scheme of its down projection: most for which that runs beside the routed experts' up projection.
+BESIDE_TOKENS = {Scheme.NVFP4: 512, Scheme.FP8: 42, Scheme.PLAIN: 0}
 _PIECE_COLUMNS = 16  # a block of NVFP4, so that a piece of down_proj has whole ones
 
 
@@ -113,28 +115,36 @@ def run(
 ) -> Any:
     """end: as `kernels.experts` takes it."""
     first, second = banks(Experts(up, down, shared), resident)
-    ids, shared_part = ids.to(torch.int32).contiguous(), None
+    ids, linears = ids.to(torch.int32).contiguous(), None
     # Pieces have every token: from so many on the linears' kernels, which read a weight once, are faster.
     if shared is not None and not (joined and (invariant or len(x) <= TOGETHER_TOKENS[first.scheme])):
-        shared_part = partial(_shared_part, x, shared, resident, invariant)
+        linears = _shared_linears(x, shared, resident, invariant)
         first, second = first._replace(num_shared=0), second._replace(num_shared=0)  # no id leads to a piece
     if not invariant and rows_mma.takes_experts(x, first, second, *ids.shape):
-        return rows_mma.experts(x, ids, weights, first, second, routed_scale, shared_part, end)
-    part = shared_part() if shared_part else None
+        return rows_mma.experts(x, ids, weights, first, second, routed_scale, linears, end)
+    part = linears.part() if linears else None
     if nvfp4_wgmma.takes_experts(x, first, second, len(ids), ids.shape[1], invariant):
         return nvfp4_wgmma.experts(x, ids, weights, first, second, routed_scale, part, end=end)
     return experts(x, ids, weights, first, second, routed_scale, part, invariant=invariant, end=end)
 
 
-def _shared_part(x: Tensor, shared: SharedExpert, resident: ResidentWeights, invariant: bool) -> Tensor:
-    """Launched right behind the router's kernel, before which x was complete, but where that one norms x itself."""
+def _shared_linears(x: Tensor, shared: SharedExpert, resident: ResidentWeights, invariant: bool) -> SharedLinears:
+    """The first is launched right behind the router's kernel, before which x was complete, but where that norms x."""
     out_scale = shared.down.input_scale if shared.down.scheme is Scheme.FP8 else None
     first, second = _LINEAR[shared.up.scheme], _LINEAR[shared.down.scheme]
     # An FP8 one quantises x first, in a kernel that waits.
-    early = {"early": True} if first is not linear_fp8 and len(x) not in router.NORM_TOKENS else {}
-    hidden = first.run(x, shared.up, x.dtype, True, out_scale, resident=resident, invariant=invariant, **early)
-    part: Tensor = second.run(hidden, shared.down, x.dtype, resident=resident, invariant=invariant)
-    return part
+    is_early = first is not linear_fp8 and len(x) not in router.NORM_TOKENS
+
+    def up() -> Tensor:
+        given = {"resident": resident, "invariant": invariant, "early": is_early}
+        hidden: Tensor = first.run(x, shared.up, x.dtype, True, out_scale, **given)
+        return hidden
+
+    def down(hidden: Tensor, early: bool) -> Tensor:
+        part: Tensor = second.run(hidden, shared.down, x.dtype, resident=resident, invariant=invariant, early=early)
+        return part
+
+    return SharedLinears(up, down, capability() == 90 and len(x) <= BESIDE_TOKENS[shared.down.scheme])
 
 
 def _pieces(

@@ -1,14 +1,18 @@
-"""The CUDA kernels for few tokens: each tile of the tables at Lightning's and Super's sizes."""
+"""The CUDA kernels for few tokens: each tile of the tables at Lightning's and Super's sizes.
+
+On Hopper, too, where pairs grouped by expert take other tiles: grouped_wgmma.py has those.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from unittest import mock
 
 import torch
 
 from hemiola.kernels import rows_mma
-from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights
+from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, SharedLinears
 from hemiola.kernels.linear_nvfp4 import MMA_TILES, linear_nvfp4
 from hemiola.kernels.nvfp4 import words_per_row
 from hemiola.kernels.rows_mma import DIRECT, GROUP_TILES
@@ -53,8 +57,9 @@ def experts(
     up, down = banks(scheme, num_experts, hidden, inter, num_shared)
     ids = empty(tokens, top_k, dtype=torch.int32)
     x = empty(tokens, hidden)
-    shared = None if num_shared else lambda: x
-    return rows_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
+    shared = None if num_shared else SharedLinears(lambda: x, lambda hidden, early: hidden, beside=False)
+    with mock.patch.dict(rows_mma.WGMMA_TILES, {scheme: ()}):
+        return rows_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
 
 
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
