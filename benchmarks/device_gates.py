@@ -1,10 +1,10 @@
 """The seeded checkpoints against oracles' answers for them, `hemiola gate` in a process each: verdicts as JSON.
 
-    PYTHONPATH=. python3 -m benchmarks.device_gates OUT [--scheme bf16 ...] [--arms device] [--invariant] [--records R]
+    PYTHONPATH=. python3 -m benchmarks.device_gates OUT [--run bf16 ...] [--arms device] [--invariant] [--records R]
 
-Run it in the root of the source tree; hemiola need not be installed. All five run at once, both modes, 24 prompts each:
-on one H200 with 16 cores under a minute is expected, most of it Triton's first compilation. Written into OUT:
-SCHEME.json (what `hemiola gate --json` writes), SCHEME.log (its report), records (for `hemiola bench --record` and
+Run it in the root of the source tree; hemiola need not be installed. All run at once, both modes, 24 prompts each: on
+one H200 with 16 cores a minute and a half is expected, most of it Triton's first compilation. Written into OUT:
+RUN.json (what `hemiola gate --json` writes), RUN.log (its report), records (for `hemiola bench --record` and
 `hemiola report`) and gates.json (verdict, figures, calls by arm and seconds of each, and the conditions), which is
 printed, too. Exit status: 0 where all pass, else 1.
 """
@@ -20,7 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,20 +28,35 @@ from hemiola.bench.machine import versions
 from tests.support.golden import FOLDER, SCHEMES, WIDE
 from tests.support.seeded_checkpoint import write_seeded_checkpoint
 
-# One of them two at a time, so that what is for one or two tokens is gated, too; the others all 24 prompts together.
-NUM_SEQS = {"bf16": 2}
+
+class Run(NamedTuple):
+    """A checkpoint, requests that run together, and tokens of a step."""
+
+    scheme: str
+    num_seqs: int = 24
+    step_tokens: int = 2048
 
 
-def gate(scheme: str, arms: str, invariant: bool, models: Path, out: Path, records: Path) -> dict[str, Any]:
-    """Write a scheme's checkpoint and gate it; without a verdict, `verdict` is None and the log says why."""
-    begin = time.perf_counter()
-    write_seeded_checkpoint(models / scheme, scheme)
+# All 24 prompts together, but bf16's two at a time, so that what is for one or two tokens is gated, too. In small steps
+# experts have up to two pairs each, or sixteen, for which FP8 and NVFP4 have kernels of their own on Hopper.
+RUNS = {scheme: Run(scheme) for scheme in (*SCHEMES, WIDE)} | {
+    "bf16": Run("bf16", num_seqs=2),
+    "fp8 in small steps": Run("fp8", num_seqs=8, step_tokens=64),
+    "nvfp4 in small steps": Run("nvfp4", step_tokens=64),
+}
+
+
+def gate(name: str, arms: str, invariant: bool, models: Path, out: Path, records: Path) -> dict[str, Any]:
+    """Write a run's checkpoint and gate it; without a verdict, `verdict` is None and the log says why."""
+    begin, run, file_name = time.perf_counter(), RUNS[name], name.replace(" ", "-")
+    model = models / file_name
+    write_seeded_checkpoint(model, run.scheme)
     written = time.perf_counter()
-    result, log = out / f"{scheme}.json", out / f"{scheme}.log"
-    num_seqs = str(NUM_SEQS.get(scheme, 24))
-    options = ["--arms", arms, "--dtype", "bf16", "--max-num-seqs", num_seqs, "--json", str(result)]
+    result, log = out / f"{file_name}.json", out / f"{file_name}.log"
+    options = ["--arms", arms, "--dtype", "bf16", "--max-num-seqs", str(run.num_seqs), "--json", str(result)]
+    options += ["--max-num-batched-tokens", str(run.step_tokens)]
     options += ["--record", str(records), *(["--invariant"] if invariant else [])]
-    command = [sys.executable, "-m", "hemiola", "gate", str(models / scheme), str(FOLDER / f"golden-{scheme}.json")]
+    command = [sys.executable, "-m", "hemiola", "gate", str(model), str(FOLDER / f"golden-{run.scheme}.json")]
     with log.open("w") as file:
         status = subprocess.run([*command, *options], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     seconds = {"write": round(written - begin, 1), "gate": round(time.perf_counter() - written, 1)}
@@ -58,24 +73,24 @@ def gate(scheme: str, arms: str, invariant: bool, models: Path, out: Path, recor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--scheme", action="append", choices=(*SCHEMES, WIDE))
+    parser.add_argument("--run", action="append", choices=tuple(RUNS))
     parser.add_argument("--arms", default="device")
     parser.add_argument("--invariant", action="store_true", help="gate engines whose rows do not depend on others")
     parser.add_argument("--records", type=Path, help="where else than in OUT/records")
     parser.add_argument("--commit", help="what this source tree is, where it is no repository")
     options = parser.parse_args()
-    schemes = options.scheme or (*SCHEMES, WIDE)
+    names = options.run or tuple(RUNS)
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as models, ThreadPoolExecutor(len(schemes)) as pool:
+    with tempfile.TemporaryDirectory() as models, ThreadPoolExecutor(len(names)) as pool:
         of_all = options.arms, options.invariant, Path(models), options.out, options.records or options.out / "records"
-        runs = [pool.submit(gate, scheme, *of_all) for scheme in schemes]
-        results = {scheme: run.result() for scheme, run in zip(schemes, runs, strict=True)}
+        runs = [pool.submit(gate, name, *of_all) for name in names]
+        results = {name: run.result() for name, run in zip(names, runs, strict=True)}
     document = {
         "benchmark": "device_gates",
         "arms": options.arms,
         "invariant": options.invariant,
-        "schemes": results,
+        "runs": results,
         "conditions": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

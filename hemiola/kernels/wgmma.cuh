@@ -69,13 +69,12 @@ __device__ __forceinline__ void wait_for_products() {
 }
 
 // What the tensor cores read or write meanwhile keeps its registers until here, and is not computed before.
-template <typename T>
-__device__ __forceinline__ void pin(T &v) {
-    if constexpr (sizeof(T) > 4)
+__device__ __forceinline__ void pin(float &v) { asm volatile("" : "+f"(v) :: "memory"); }
+__device__ __forceinline__ void pin(u32 &v) { asm volatile("" : "+r"(v) :: "memory"); }
+template <typename T, int N>
+__device__ __forceinline__ void pin(T (&v)[N]) {
 #pragma unroll
-        for (auto &part : v) pin(part);
-    else if constexpr (T(0.5f) == T(0)) asm volatile("" : "+r"(v) :: "memory");
-    else asm volatile("" : "+f"(v) :: "memory");
+    for (int i = 0; i < N; i++) pin(v[i]);
 }
 
 // An operand in shared memory: rows of 128 bytes, eight of which follow on each other; with 128-byte swizzle.

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.device_gates import RUNS
 from hemiola.kernels import align, grouped_wgmma, rows_mma
 from hemiola.kernels.experts import BF16, FP8, NVFP4, ExpertWeights, SharedLinears
 from hemiola.kernels.grouped_wgmma import Fp8Tile, Nvfp4Tile, WgmmaTile
 from hemiola.kernels.nvfp4 import words_per_row
 from hemiola.kernels.rows_mma import GROUP_TILES, WGMMA_TILES, GroupTile, experts_tile, takes_experts
 from hemiola.kernels.tiles import tiled_shape
+from tests.support.seeded_checkpoint import CONFIG
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTER = 128, 6, 2688, 1856
 SHARED_LIMIT = 232_448  # of a block, on Hopper
@@ -205,3 +207,18 @@ def test_x_stays_as_it_is_for_wgmma(
     assert first_named.get("x_in_place", False) == brings_rows
     assert second_named["pair_weights"] is weights
     assert second[0].dtype == (torch.float8_e4m3fn if scheme == FP8 else torch.bfloat16)
+
+
+@pytest.mark.parametrize(("run", "kind"), [("fp8", Fp8Tile), ("nvfp4", Nvfp4Tile)])
+def test_gates_in_small_steps_reach_them(run: str, kind: type[WgmmaTile]) -> None:
+    """With the experts of the seeded checkpoints, in a step of prompts, and FP8 in one of decodes."""
+    num_experts, top_k, hidden, inter = (
+        CONFIG[name] for name in ("n_routed_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
+    )
+    scheme, small = SCHEMES[run], RUNS[f"{run} in small steps"]
+    up, down = bank(scheme, inter, hidden, num_experts), bank(scheme, hidden, inter, num_experts)
+    for num_tokens in (small.step_tokens, *([small.num_seqs] if kind is Fp8Tile else [])):
+        assert isinstance(experts_tile(empty(num_tokens, hidden), up, down, num_tokens, top_k), kind)
+    for num_tokens in (24, 2048):
+        tile = experts_tile(empty(num_tokens, hidden), up, down, num_tokens, top_k)
+        assert not isinstance(tile, kind), "the other gates, which reach the other kernels"

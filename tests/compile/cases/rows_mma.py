@@ -1,6 +1,6 @@
 """The CUDA kernels for few tokens: each tile of the tables at Lightning's and Super's sizes.
 
-On Hopper, too, where pairs grouped by expert take other tiles: grouped_wgmma.py has those.
+On Hopper, too, where pairs grouped by expert take other tiles: grouped_fp8.py and grouped_nvfp4.py have those.
 """
 
 from __future__ import annotations

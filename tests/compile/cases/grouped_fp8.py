@@ -30,14 +30,17 @@ def experts(
     return rows_mma.experts(x, ids, empty(tokens, top_k, dtype=torch.float32), up, down, 2.5, shared)
 
 
+def cases_of(name: str) -> Iterable[tuple[str, Callable[[], object]]]:
+    """Of a scheme, with and without pieces of the shared expert."""
+    scheme = SCHEMES[name]
+    for most, tile in WGMMA_TILES[scheme]:
+        for size, sizes in SIZES.items() if tile else ():
+            yield f"{name}-{most}-{size}", partial(experts, scheme, tile, most, *sizes, 0)
+            yield f"{name}-{most}-{size}-joined", partial(experts, scheme, tile, most, *sizes, 2)
+
+
 def cases() -> Iterable[tuple[str, Callable[[], object]]]:
-    for name, scheme in SCHEMES.items():
-        for most, tile in WGMMA_TILES[scheme]:
-            if tile is None:
-                continue
-            for size, sizes in SIZES.items():
-                yield f"{name}-{most}-{size}", partial(experts, scheme, tile, most, *sizes, 0)
-                yield f"{name}-{most}-{size}-joined", partial(experts, scheme, tile, most, *sizes, 2)
+    return cases_of("fp8")
 
 
 def excludes(name: str, arch: int) -> str | None:
