@@ -60,31 +60,8 @@ struct Item {
     }
 };
 
-// A ring, seen by one side: where it stands, and how often it has been around.
-template <u32 BYTES, u32 COUNT>
-struct Ring {
-    u32 first, barriers, stage = 0, parity = 0;
-
-    __device__ __forceinline__ u32 at() const { return first + stage * BYTES; }
-    __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
-    __device__ __forceinline__ u32 empty() const { return barriers + (COUNT + stage) * 8; }
-    __device__ __forceinline__ void wait_full() const { wait(full(), parity); }
-    __device__ __forceinline__ void wait_empty() const { wait(empty(), parity ^ 1); }
-    __device__ __forceinline__ void prepare() const {
-        for (u32 i = 0; i < COUNT; i++) {
-            init(barriers + i * 8, 1);
-            init(barriers + (COUNT + i) * 8, MULTIPLIERS / 32);  // a warp that multiplies each
-        }
-    }
-    __device__ __forceinline__ void step() {
-        if (++stage == COUNT) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-using XRing = Ring<X_BYTES, X_STAGES>;
-using WeightRing = Ring<WEIGHT_BYTES, STAGES>;
+using XRing = PlaceRing<X_BYTES, X_STAGES>;
+using WeightRing = PlaceRing<WEIGHT_BYTES, STAGES>;
 
 // By one thread: steps first .. last, counted from the item's.
 __device__ __forceinline__ void fetch_weights(WeightRing &ring, const TensorMap &map, const Item &item, int first,
@@ -208,8 +185,8 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     const XRing x_ring{address_of(base), barriers};
     WeightRing weight_ring{address_of(base) + ALL_X_BYTES, barriers + 16 * X_STAGES};
     if (threadIdx.x == WEIGHT_WARP * 32) {
-        x_ring.prepare();
-        weight_ring.prepare();
+        x_ring.prepare(1, MULTIPLIERS / 32);  // a warp that multiplies each
+        weight_ring.prepare(1, MULTIPLIERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fetch_weights(weight_ring, weight_map, item, 0, ahead);
     }

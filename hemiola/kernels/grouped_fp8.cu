@@ -37,31 +37,8 @@ __device__ __forceinline__ u32x4 load_four(u32 at) {
 
 // ---------------------------------------------------------------------------------------------------- a block
 
-// A ring of places, seen by one side: where it stands, and how often it has been around.
-template <u32 BYTES, u32 COUNT>
-struct Ring {
-    u32 first, barriers, stage = 0, parity = 0;
-
-    __device__ __forceinline__ u32 at() const { return first + stage * BYTES; }
-    __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
-    __device__ __forceinline__ u32 empty() const { return barriers + (COUNT + stage) * 8; }
-    __device__ __forceinline__ void wait_full() const { wait(full(), parity); }
-    __device__ __forceinline__ void wait_empty() const { wait(empty(), parity ^ 1); }
-    __device__ __forceinline__ void prepare(u32 writers) const {
-        for (u32 i = 0; i < COUNT; i++) {
-            init(barriers + i * 8, writers);
-            init(barriers + (COUNT + i) * 8, STRIPS);  // a warp that multiplies each
-        }
-    }
-    __device__ __forceinline__ void step() {
-        if (++stage == COUNT) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-using WeightRing = Ring<STAGE_BYTES, STAGES>;
-using XRing = Ring<X_BYTES, X_BUFFERS>;
+using WeightRing = PlaceRing<STAGE_BYTES, STAGES>;
+using XRing = PlaceRing<X_BYTES, X_BUFFERS>;
 
 // By a warp that multiplies.
 __device__ __forceinline__ void give_back(u32 empty) {
@@ -196,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) GROUPED_KERNEL(
     XRing x_ring{base, address_of(x_barriers)};
     WeightRing ring{base + X_BUFFERS * X_BYTES, address_of(weight_barriers)};
     if (threadIdx.x == 0) {
-        x_ring.prepare(X_WARPS);
-        ring.prepare(1);
+        x_ring.prepare(X_WARPS, STRIPS);  // a warp that multiplies each
+        ring.prepare(1, STRIPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();

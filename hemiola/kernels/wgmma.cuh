@@ -1,4 +1,4 @@
-// What the kernels for Hopper's wgmma share: barriers in shared memory, clusters, products under way, results.
+// What the kernels for Hopper's wgmma share: barriers and rings in shared memory, clusters, products under way, results.
 //
 // With SPIN_LIMIT_NS nothing waits longer at a barrier; the kernel traps instead.
 
@@ -44,6 +44,31 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     while (!has_turned(barrier, parity)) {}
 #endif
 }
+
+// A ring of COUNT places of shared memory, seen by one side: where it stands, and how often it has been around. A barrier
+// for each says that it is full, another one that it is empty.
+template <u32 BYTES, u32 COUNT>
+struct PlaceRing {
+    u32 first, barriers, stage = 0, parity = 0;
+
+    __device__ __forceinline__ u32 at() const { return first + stage * BYTES; }
+    __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
+    __device__ __forceinline__ u32 empty() const { return barriers + (COUNT + stage) * 8; }
+    __device__ __forceinline__ void wait_full() const { wait(full(), parity); }
+    __device__ __forceinline__ void wait_empty() const { wait(empty(), parity ^ 1); }
+    __device__ __forceinline__ void prepare(u32 writers, u32 readers) const {
+        for (u32 i = 0; i < COUNT; i++) {
+            init(barriers + i * 8, writers);
+            init(barriers + (COUNT + i) * 8, readers);
+        }
+    }
+    __device__ __forceinline__ void step() {
+        if (++stage == COUNT) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
 
 // What was written to shared memory before is seen by the whole cluster after its cluster_wait.
 __device__ __forceinline__ void cluster_arrive() {
