@@ -83,6 +83,36 @@ __device__ __forceinline__ u32 to_e4m3(u32 v, float scale) {
 
 // ---------------------------------------------------------------------------------------------------- weights
 
+// 0x0FF00FF0, in a register: an instruction has room for one constant.
+__device__ __forceinline__ u32 scale_mask() {
+    u32 r;
+    asm volatile("mov.u32 %0, 0x0FF00FF0;" : "=r"(r));
+    return r;
+}
+
+// The scales of half a word's codes, 0 and 1, and 2 and 3, from a group's word of scales.
+__device__ __forceinline__ void spread(u32 scales, int half, u32 mask, u32 &first, u32 &second) {
+    first = (__byte_perm(scales, 0, half ? 0x3232 : 0x1010) & mask) | 0x70007000u;
+    second = (__byte_perm(scales, 0, half ? 0x2323 : 0x0101) & mask) | 0x70007000u;
+}
+
+// Half of two words: its four codes, each beside the other word's.
+__device__ __forceinline__ void decode(u32x2 words, u32 scales, int half, u32 mask, u32 (&a)[4]) {
+    u32 first, second;
+    spread(scales, half, mask, first, second);
+    decode(__byte_perm(words.x, words.y, half ? 0x7632 : 0x5410), first, second, a);
+}
+
+// Half of a group of 64 columns, for two products of 16: words of rows g and g + 8, and a word of scales of each.
+__device__ __forceinline__ void decode_quarter(u32x2 upper, u32x2 lower, u32x2 scales, int half, u32 mask,
+                                               u32 (&first)[4], u32 (&second)[4]) {
+    u32 u[4], l[4];
+    decode(upper, scales.x, half, mask, u);
+    decode(lower, scales.y, half, mask, l);
+    first[0] = u[0], first[1] = l[0], first[2] = u[1], first[3] = l[1];
+    second[0] = u[2], second[1] = l[2], second[2] = u[3], second[3] = l[3];
+}
+
 // A lane's part of a warp's tiles of 16 rows, 64 rows apart: rows g and g + 8, of one step of 128 columns.
 struct Weights {
     const u8 *codes;

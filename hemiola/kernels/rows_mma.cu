@@ -9,12 +9,8 @@
 // e4m3 is multiplied as float16, which holds it exactly: Hopper has no product of e4m3 for a single warp (the compiler
 // makes one of float16 out of it), and sums are those of float16 products, better than its e4m3 products for four warps.
 //
-// NVFP4: a code's sign and magnitude bits, moved to a bfloat16's sign and to the last bits of its exponent with the first of
-// its mantissa, are its value times 2^-126; scales are times 2^119. Their product, e2m1 times e4m3 times 2^-7, is exact
-// in bfloat16; what remains belongs to `alpha`.
-//
-// Defined from outside: SCHEME (0 bfloat16, 1 e4m3, 2 NVFP4), NT (tiles of 8 tokens), WR and WK (warps along rows, and
-// along columns: their sums are added in order), DEPTH (steps that a warp has under way; even but with STAYS),
+// Behind nvfp4.cuh. Defined from outside: SCHEME (0 bfloat16, 1 e4m3, 2 NVFP4), NT (tiles of 8 tokens), WR and WK (warps
+// along rows, and along columns: their sums are added in order), DEPTH (steps that a warp has under way; even but with STAYS),
 // ROWS_KERNEL (a name, by which a trace tells what it is for), and MODE, or STAYS, WHOLE, X_IN_PLACE, FIRST and CHUNK, or
 // TOP_K, NUM_SHARED and KS, of the three kernels below.
 
@@ -52,12 +48,6 @@ __device__ __forceinline__ void load_scales(const u32 *p, u32 &upper, u32 &lower
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(upper), "=r"(lower) : "l"(p));
 }
 
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
-    u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
-    return r;
-}
-
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if SCHEME == FP8
 #define TYPES "f32.f16.f16.f32"
@@ -69,23 +59,7 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-#if SCHEME == NVFP4
-// The scales of the 16 bytes of a lane: those of the first two and of the last two pairs of codes of a word.
-__device__ __forceinline__ void spread(u32 scales, u32 &first, u32 &second) {
-    first = (scales & 0x0FF00FF0u) | 0x70007000u;
-    second = (__byte_perm(scales, 0, 0x2301) & 0x0FF00FF0u) | 0x70007000u;
-}
-
-// A word's eight codes as four pairs.
-__device__ __forceinline__ void decode(u32 w, u32 first, u32 second, u32 (&a)[4]) {
-    const u32 m = 0x81C081C0u;
-    a[0] = mul2(w & m, first);
-    a[1] = mul2((w << 3) & m, first);
-    a[2] = mul2(((w << 1) & 0x80008000u) | ((w << 6) & 0x01C001C0u), second);
-    a[3] = mul2(((w << 2) & 0x80008000u) | ((w >> 3) & 0x01C001C0u), second);
-}
-
-#elif SCHEME == FP8
+#if SCHEME == FP8
 // Four e4m3 codes as two pairs of float16.
 __device__ __forceinline__ void to_f16(u32 codes, u32 &first, u32 &second) {
     asm("{.reg .b16 low, high;\n"

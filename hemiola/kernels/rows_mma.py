@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from hemiola.kernels import align as aligning
 from hemiola.kernels import grouped_wgmma
-from hemiola.kernels.cuda import CudaFunction, CudaModule, counter
+from hemiola.kernels.cuda import CudaFunction, CudaModule, counter, source_of
 from hemiola.kernels.experts import (
     BF16,
     FP8,
@@ -107,7 +106,7 @@ WGMMA_TILES: dict[int, tuple[tuple[float, WgmmaTile | None], ...]] = {
 
 @cache
 def source() -> str:
-    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return source_of("nvfp4.cuh", "rows_mma.cu")
 
 
 def rows_name(mode: int) -> str:
